@@ -102,6 +102,8 @@ def run_ranker(name: str, options: argparse.Namespace) -> dict[str, float]:
         "threads": options.threads,
     }
     document = yaml.safe_load((options.to / name / "run.yaml").read_text(encoding="utf-8"))
+    if options.formats:
+        document["plan"] = {**document.get("plan", {}), "formats": options.formats}
     document["data"]["path"] = str((options.to / "rows.parquet").resolve())
     document["model"]["onnx"] = str((options.to / name / "model.onnx").resolve())
     run_file = work / "RUN.yaml"
@@ -235,6 +237,7 @@ def main() -> None:
     parser.add_argument("--target", default="nvidia-h200")
     parser.add_argument("--serve", nargs="+", type=int, default=[256, 2048])
     parser.add_argument("--precisions", nargs="+", default=["bf16", "fp16"], help="of today's engines")
+    parser.add_argument("--formats", nargs="+", help="of the plans: fp8, int8 or both; default the device's")
     parser.add_argument(
         "--export", action=argparse.BooleanOptionalAction, default=True, help="compile it too"
     )

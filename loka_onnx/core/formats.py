@@ -87,6 +87,10 @@ class NumberFormat:
         """Format of the weights beside activations in this one: without a zero point."""
         return INT8 if self.has_zero_point else self
 
+    def has_zero(self, zero_point: int) -> bool:
+        """True if zero may be stored as this number."""
+        return zero_point == 0 or (self.has_zero_point and self.min <= zero_point <= self.max)
+
     def __str__(self) -> str:
         """Return `name`."""
         return self.name

@@ -111,13 +111,16 @@ class Backend(ABC):
         return f"{reason}; latency and accuracy not measured" if reason else ""
 
     def foreign_format(self, plan: PrecisionPlan, architecture: str) -> str | None:
-        """The first site of a plan in a format that this backend does not multiply, as a reason."""
+        """The first site of a plan in a format, or with a zero point, that is not multiplied, as a reason."""
         formats = self.spec.formats_on(architecture)
         for decision in plan.decisions:
             recipe = decision.recipe
             if recipe is not None and recipe.format not in formats:
                 known = ", ".join(map(str, formats))
                 return f"site '{decision.site}' asks for {recipe.format}; {self.name} multiplies {known} only"
+            for zero in (decision.activation_zero_point, decision.weight_zero_point):
+                if recipe is not None and not recipe.format.has_zero(zero):
+                    return f"site '{decision.site}' has the zero point {zero}, which {recipe.format} has not"
         return None
 
     def versions(self) -> dict[str, str]:

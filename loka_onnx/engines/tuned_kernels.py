@@ -172,10 +172,15 @@ def simulated_mm(
 ) -> torch.Tensor:
     """`torch._scaled_mm` in FP32: exact products of the FP8 values, FP32 sums; rounded once to `dtype`.
 
+    Sums of INT8 values are exact, in FP64.
+
     On a CPU with AMX, `torch._scaled_mm` calls oneDNN, which has only its reference kernel (256 × 512 × 1024
     takes 36 s; PyTorch 2.13), or none where its instructions are limited to AVX2.
     """
-    values = a.float() @ b.float() * (scale_a * scale_b)
+    import torch
+
+    wide = torch.float64 if a.dtype == torch.int8 else torch.float32
+    values = (a.to(wide) @ b.to(wide)).float() * (scale_a * scale_b)
     return (values if bias is None else values + bias).to(dtype)
 
 

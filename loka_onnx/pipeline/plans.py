@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 from loka_onnx.config import PlanId, RunConfig, ScaleRule, TargetConfig
 from loka_onnx.core.artifact import ModelArtifact
-from loka_onnx.core.formats import UINT8, NumberFormat, Precision
+from loka_onnx.core.formats import INT8, UINT8, NumberFormat, Precision
 from loka_onnx.core.plan import Climbs, Decision, PlanSet, PrecisionPlan, Verdict
 from loka_onnx.core.profile import Profile
 from loka_onnx.core.recipe import AMAX, MSE, Granularity, Recipe
@@ -34,16 +35,23 @@ _RULES = {
 
 
 def planned_formats(config: RunConfig) -> tuple[NumberFormat, ...]:
-    """Formats of activations in the plans of a run: those that it asks for, or else that its targets
-    multiply; FP8 where these multiply nothing in eight bits.
+    """Formats of activations in the plans of a run: of the precisions that it asks for, or else that its
+    devices multiply, each FP8 if it can; FP8 where they multiply nothing in eight bits.
+
+    INT8 activations are UINT8 with a zero point, unless a device that needs INT8 plans multiplies only INT8.
     """
-    known = {Precision.FP8: config.plan.format.number_format, Precision.INT8: UINT8}
-    asked = config.plan.formats or {plan.quantized for plan in config.plan.plans or ()}
-    wanted = [format for precision, format in known.items() if precision in asked]
-    if not wanted:
-        pairs = [(backend, architecture) for _, backend, architecture in buildable(config)]
-        wanted = [f for f in known.values() if any(multiplies(*pair, f) for pair in pairs)]
-    return tuple(wanted or [known[Precision.FP8]])
+    float8 = config.plan.format.number_format
+    able: defaultdict[str, set[NumberFormat]] = defaultdict(set)
+    for target, backend, architecture in buildable(config):
+        able[target.device] |= {f for f in (float8, INT8, UINT8) if multiplies(backend, architecture, f)}
+    asked = {*(config.plan.formats or (plan.quantized for plan in config.plan.plans or ()))} - {None}
+    needs = [formats for formats in able.values() if asked or float8 not in formats]
+    is_symmetric = any(INT8 in formats and UINT8 not in formats for formats in needs)
+    known = {Precision.FP8: float8, Precision.INT8: INT8 if is_symmetric else UINT8}
+    if not asked:
+        asked = {Precision.FP8 for formats in able.values() if float8 in formats}
+        asked |= {Precision.INT8 for formats in needs if formats}
+    return tuple(f for precision, f in known.items() if precision in (asked or {Precision.FP8}))
 
 
 def multiplies(backend: Backend, architecture: str, format: NumberFormat) -> bool:
@@ -106,14 +114,15 @@ def check_targets(config: RunConfig) -> None:
                 _check_backend(target, name, f"targets[{number}]")
     wrong.raise_any()
     if Precision.INT8 in (config.plan.formats or ()) and not any(
-        UINT8 in backend.spec.formats_on(architecture) for _, backend, architecture in buildable(config)
+        {INT8, UINT8} & {*backend.spec.formats_on(architecture)}
+        for _, backend, architecture in buildable(config)
     ):
         names = sorted({name for target in config.targets for name in target.backends})
         raise ConfigError(
             "E1533 no backend of any target multiplies INT8",
             where="`plan.formats`",
             evidence=f"it asks for int8; the backends are {', '.join(names)}",
-            remedy="add a target {device: cpu, backends: [onnxruntime]}, or remove int8",
+            remedy="add a target with onnxruntime on the CPU or inductor on a GPU, or remove int8",
         )
 
 

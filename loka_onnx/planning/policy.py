@@ -432,7 +432,7 @@ class Planner:
         return None
 
     def _no_integers(self, site: Site) -> str | None:
-        """Return why ONNX Runtime does not multiply a site in INT8, as a prefix; None else, and in FP8."""
+        """Return why no backend multiplies a site in INT8, as a prefix; None else, and in FP8."""
         weight = site.weight
         if weight is None or self.precision is not Precision.INT8:
             return None

@@ -68,10 +68,10 @@ def assert_quantized(found: Any, exact: Any, *, relative: float, absolute: float
 def test_an_interaction_with_its_norm(shape: tuple[int, int, int], base: Any) -> None:
     arguments, exact = interaction(Draw(base), shape)
     unit = eps(base)
-    found = factorization_norm(*arguments, 1e-5, 0.0, False)
+    found = factorization_norm(*arguments, 1e-5, 0.0, None)
     assert found.dtype is base
     assert_close(found, exact, relative=2 * unit, absolute=8 * unit)
-    narrow = factorization_norm(*arguments, 1e-5, 64.0, True)
+    narrow = factorization_norm(*arguments, 1e-5, 64.0, FP8)
     assert_quantized(narrow, exact * 64, relative=4 * unit, absolute=64 * 8 * unit)
 
 
@@ -196,10 +196,10 @@ def test_nan_stays_and_infinity_saturates() -> None:
 def test_a_concatenation_with_its_q(widths: tuple[int, int], rows: int, base: Any) -> None:
     """With a first part that tiles divide, and one that they do not."""
     a, b = Draw(torch.float32)(rows, widths[0]), Draw(base)(rows, widths[1])
-    wide, narrow = concat_quantize(a, b, 64.0, base, True)
+    wide, narrow = concat_quantize(a, b, 64.0, base, True, FP8)
     assert torch.equal(wide, torch.cat([a.to(base), b], dim=1))
     assert_quantized(narrow, wide.double() * 64, relative=0.0, absolute=0.0)
-    (alone,) = concat_quantize(a, b, 64.0, base, False)
+    (alone,) = concat_quantize(a, b, 64.0, base, False, FP8)
     assert torch.equal(bits(alone), bits(narrow))
 
 
@@ -213,10 +213,10 @@ def test_a_mix_of_tokens_beside_others(sizes: tuple[int, int, int, int], mix_fir
     """MovieLens' tokens made those of a DLRM-DCNv2; what needs masks; those of a Wukong stack."""
     _, m, others, _ = sizes
     (x, w, f), exact = tokens(Draw(base), sizes, mix_first, 37)
-    wide, narrow = token_concat(x, w, f, 64.0, base, mix_first, True, True)
+    wide, narrow = token_concat(x, w, f, 64.0, base, mix_first, True, FP8)
     assert_close(wide, exact, relative=eps(base), absolute=eps(base))
     assert_quantized(narrow, wide.double() * 64, relative=0.0, absolute=0.0)
-    (alone,) = token_concat(x, w, None, 64.0, base, mix_first, False, True)
+    (alone,) = token_concat(x, w, None, 64.0, base, mix_first, False, FP8)
     assert torch.equal(bits(alone), bits(narrow[:, :m] if mix_first else narrow[:, others:]))
 
 
@@ -227,13 +227,13 @@ def replayed(name: str) -> tuple[Any, Callable[[], Any]]:
     """A tensor that a launch reads, and the launch."""
     if name == "interaction":
         case, _ = interaction(DRAW, (64, 128, 32))
-        return case[0], lambda: factorization_norm(*case, 1e-5, 64.0, True)
+        return case[0], lambda: factorization_norm(*case, 1e-5, 64.0, FP8)
     if name == "residual":
         block, _ = residual(DRAW, (64, 128, 32))
         return block[0], lambda: token_residual_norm(*block, 1e-5)
     if name == "mixed tokens":
         mix, _ = tokens(DRAW, (11, 26, 0, 128), True, 64)
-        return mix[0], lambda: token_concat(*mix, 64.0, torch.bfloat16, True, False, True)[0]
+        return mix[0], lambda: token_concat(*mix, 64.0, torch.bfloat16, True, False, FP8)[0]
     q, kt, v = heads_of_one_product(DRAW, (8, 104, 104, 16), 9)
     return q, lambda: short_attention(q, kt, v, None, 0.25, False)
 

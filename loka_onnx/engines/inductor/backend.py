@@ -1,8 +1,9 @@
 """Inductor: the planned graph lowered to PyTorch and compiled ahead of time into one package.
 
-- **NVIDIA, sm80 and later**: the plan's base precision; FP8 from sm89, through `torch._scaled_mm` (cuBLASLt
-  or an autotuned Triton template) and the operators of `kernels`, on a host that has the GPU.
-- **CPU**: FP32, BF16, FP16, and FP8, simulated in FP32: its accuracy is meaningful, its speed is not.
+- **NVIDIA, sm80 and later**: the plan's base precision; INT8, and FP8 from sm89 on, through `torch._int_mm`
+  and `torch._scaled_mm` (cuBLASLt or an autotuned Triton template) and the operators of `kernels`, on a host
+  that has the GPU.
+- **CPU**: FP32, BF16, FP16, and FP8 and INT8, simulated: their accuracy is meaningful, their speed is not.
 
 Norms, softmax and other reductions compute in FP32 whatever the type of their tensors. Chains of elementwise
 operators that Inductor fuses keep FP32 between them, where the ONNX graph rounds to BF16 after each.
@@ -151,7 +152,7 @@ class InductorBackend(Backend):
         return Availability(True, version, True, True, devices, "", "")
 
     def decline(self, plan: PrecisionPlan, architecture: str) -> str | None:
-        """FP8 needs E4M3FN and, on a GPU, sm89 or later."""
+        """FP8 needs E4M3FN and, on a GPU, sm89 or later; INT8 has zero point 0."""
         if architecture != CPU and plan.fp8_sites and capability(architecture) < FLOAT8_FROM:
             return f"{architecture} has no FP8 products (sm{FLOAT8_FROM} is the first that has)"
         return self.foreign_format(plan, architecture)
@@ -169,9 +170,9 @@ class InductorBackend(Backend):
         )
 
     def fused_sites(self, model: Path, base: Precision) -> dict[str, str]:
-        """See `Backend.fused_sites`: sites that `fusions` joins in a plan without FP8.
+        """See `Backend.fused_sites`: sites that `fusions` joins in a plan without quantized sites.
 
-        A product whose kernel only adds an epilogue is not listed: the FP8 kernel adds it as well.
+        A product whose kernel only adds an epilogue is not listed: that of eight bits adds it as well.
         """
         return fuse(PlannedGraph.load(model, BASES[base])).joined if base in BASES else {}
 
@@ -184,8 +185,8 @@ class InductorBackend(Backend):
         )
 
     def is_simulated(self, plan: PrecisionPlan, architecture: str) -> bool:
-        """FP8 on the CPU is for accuracy only."""
-        return architecture == CPU and bool(plan.fp8_sites)
+        """FP8 and INT8 on the CPU are for accuracy only."""
+        return architecture == CPU and bool(plan.quantized_sites)
 
     def portability(self, architecture: str) -> str:
         """One architecture, one release of PyTorch, one processor."""

@@ -2,6 +2,7 @@
 
 Candidates for each product of the fused graph are the library, with the epilogue fused by the compiler, and
 the Triton kernel in several tiles, with the epilogue inside; for FP8 both with exact and fast accumulation.
+Sums of INT8 are exact.
 Each is timed in a CUDA graph at every served batch size. A program gets the kernel with the smallest sum over
 its sizes among those whose arithmetic adds little to the quantization error: Hopper's tensor cores keep about
 14 bits of an FP8 sum (DeepSeek-V3, arXiv 2412.19437, section 3.3.2), the simulation that judged the plan 24.
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from loka_onnx.engines.inductor.lowering.strategies import (
     Epilogue,
-    FloatProduct,
+    Factors,
     Multiplied,
     PerSite,
     ProductStrategy,
@@ -105,9 +106,9 @@ class Chosen:
 class Recorder(ProductStrategy):
     """Computes products by the library and keeps the operands of the fused ones, by site."""
 
-    seen: dict[str, tuple[FloatProduct, Epilogue]] = field(default_factory=dict)
+    seen: dict[str, tuple[Factors, Epilogue]] = field(default_factory=dict)
 
-    def multiply(self, product: FloatProduct, epilogue: Epilogue | None = None) -> Multiplied:
+    def multiply(self, product: Factors, epilogue: Epilogue | None = None) -> Multiplied:
         """See `ProductStrategy.multiply`."""
         if epilogue is not None:
             self.seen.setdefault(product.site, (product, epilogue))
@@ -128,12 +129,14 @@ class Chooser:
     sizes: tuple[int, ...]
     fast_accumulation: bool = True
 
-    def candidates(self, product: FloatProduct) -> dict[str, ProductStrategy]:
+    def candidates(self, product: Factors) -> dict[str, ProductStrategy]:
         """Return the candidates of a product by name."""
         exact = ScaledMatMul()
         tiles = (*TILES, *self._split_tiles(product))
         # Tiles first: their times decide whether to time the library's epilogue.
-        if not product.is_float8:
+        if product.is_integer:
+            return {**_tiled(tiles), "int_mm": exact}
+        if not product.is_quantized:
             half = [replace(tile, depth=tile.depth // product.a.element_size()) for tile in tiles]
             return {**_tiled(half), "library": exact}
         slow = _tiled([replace(tile, is_exact=True) for tile in tiles])
@@ -142,7 +145,7 @@ class Chooser:
         both = _tiled(tiles) | (slow if product.b.shape[0] >= LONG_K else {})
         return {**both, "cublas": exact, "cublas-fast": ScaledMatMul(fast_accumulation=True)}
 
-    def _split_tiles(self, product: FloatProduct) -> tuple[Tile, ...]:
+    def _split_tiles(self, product: Factors) -> tuple[Tile, ...]:
         k, n = product.b.shape
         if k < LONG_K:
             return ()
@@ -153,11 +156,11 @@ class Chooser:
             tile for tile in SPLIT_TILES if -(-rows // tile.rows) * -(-n // tile.columns) < PROCESSORS
         )
 
-    def compile(self, seen: Mapping[str, tuple[FloatProduct, Epilogue]]) -> None:
+    def compile(self, seen: Mapping[str, tuple[Factors, Epilogue]]) -> None:
         """Compile every tile of every product in parallel; errors surface when a tile is timed."""
         different = {_key(product, epilogue): (product, epilogue) for product, epilogue in seen.values()}
 
-        def run(strategy: TiledProduct, product: FloatProduct, epilogue: Epilogue) -> None:
+        def run(strategy: TiledProduct, product: Factors, epilogue: Epilogue) -> None:
             # The current device and the grad mode are thread-local.
             with suppress(Exception), torch.cuda.device(product.a.device), torch.no_grad():
                 strategy.multiply(product, epilogue)
@@ -169,7 +172,7 @@ class Chooser:
                         pool.submit(run, strategy, product, epilogue)
         torch.cuda.synchronize()
 
-    def choose(self, seen: Mapping[str, tuple[FloatProduct, Epilogue]]) -> Chosen:
+    def choose(self, seen: Mapping[str, tuple[Factors, Epilogue]]) -> Chosen:
         """Measure every candidate at every site; `seen` are products on real values, on a GPU."""
         strategies: dict[tuple[str, str], ProductStrategy] = {}
         measured: list[Measured] = []
@@ -219,13 +222,13 @@ def _batch_axis(tensor: Tensor, batch: int) -> int | None:
     return next((axis for axis, length in enumerate(tensor.shape[:-1]) if length % batch == 0), None)
 
 
-def _key(product: FloatProduct, epilogue: Epilogue) -> tuple[object, ...]:
+def _key(product: Factors, epilogue: Epilogue) -> tuple[object, ...]:
     """Key that is equal for products with equal latency."""
     shapes = (*product.a.shape, *product.b.shape, product.scale_b.dim())
     # Tiles read rows: a copy is timed with those that are not contiguous.
     layouts = (product.a.is_contiguous(), product.b.t().is_contiguous())
     parts = (product.bias is None, epilogue.relu, len(epilogue.cross), epilogue.is_first)
-    ends = (epilogue.is_wide, epilogue.scale is None)
+    ends = (epilogue.is_wide, epilogue.scale is None, epilogue.narrow)
     return (*shapes, *layouts, product.a.dtype, product.dtype, *parts, *ends)
 
 
@@ -243,7 +246,7 @@ class _Case:
 
     name: str
     strategy: ProductStrategy
-    product: FloatProduct
+    product: Factors
     epilogue: Epilogue
 
     def at(self, size: int, batch: int) -> _Case:
@@ -280,7 +283,7 @@ def _time_product(case: _Case) -> float:
     return time_in_graph(lambda: case.strategy.multiply(next(turns)), launches)
 
 
-def with_weights_in_turn(product: FloatProduct) -> list[FloatProduct]:
+def with_weights_in_turn(product: Factors) -> list[Factors]:
     """Return the product with copies of its weight that together exceed the GPU's cache.
 
     In an engine a large weight is read from memory in every request. Timed with one weight again and again, a
@@ -308,7 +311,7 @@ def _time_behind(case: _Case) -> float:
     return time_in_graph(lambda: compiled(value, case.epilogue.cross))
 
 
-def _error(strategy: ProductStrategy, product: FloatProduct) -> float:
+def _error(strategy: ProductStrategy, product: Factors) -> float:
     """Error of the product alone, in the base precision, without its epilogue."""
     product = replace(product, bias=None)
     values = strategy.multiply(product, Epilogue()).values.to(torch.float64)

@@ -188,7 +188,7 @@ def compiled_sites(lowered: Sequence[Mapping[str, CompiledSite]]) -> tuple[Compi
     sites = []
     for name, site in lowered[0].items():
         variants = [each[name] for each in lowered]
-        # A site counts as FP8 only if every program multiplies FP8.
+        # A site counts as quantized only if every program multiplies eight bits.
         shown = next((each for each in variants if not each.engaged), site)
         kernels = ", ".join(dict.fromkeys(each.kernel for each in variants))
         reason = shown.reason or next((each.reason for each in variants if each.reason), "")

@@ -3,9 +3,9 @@
 During export every operator is annotated with the ONNX node that it was lowered from (`MARK`,
 `torch.fx.traceback.annotate`), so that the graph shows which product computes which site, in which types.
 
-A site counts as FP8 when three readings agree: the lowering of its node, the element types that the exported
-program multiplies there, and the number of calls in the generated code to the FP8 product (of a library or
-an own kernel). Any other site counts as planned when everything that its node multiplies
+A site counts as FP8 or INT8 when three readings agree: the lowering of its node, the element types that the
+exported program multiplies there, and the number of calls in the generated code to such products (of a
+library or an own kernel). Any other site counts as planned when everything that its node multiplies
 or reads has the planned type and, for an own kernel, the generated code calls it. Generated code has only the
 name of an own kernel; its types are those of its tensors in the exported program.
 """
@@ -29,11 +29,17 @@ OWN_OPERATORS = "loka."
 """Prefix of this project's own operators."""
 NO_PRODUCTS = frozenset({"loka.concat_quantize.default"})
 """Own operators that multiply nothing."""
-SCALED = "aten._scaled_mm.default"
+SCALED, INTEGER = "aten._scaled_mm.default", "aten._int_mm.default"
+_LIBRARY = {SCALED: "FP8 products", INTEGER: "INT8 products"}
 PRODUCT_KERNEL = "loka.product.default"
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
-_FLOATING = {*FLOAT8, "bfloat16", "float16", "float32", "float64"}
-_ORDERED = "mm bmm matmul linear conv1d conv2d conv3d convolution scaled_dot_product_attention _scaled_mm"
+EIGHT_BITS = {Precision.FP8: FLOAT8, Precision.INT8: ("int8",)}
+"""Element types of the factors of a quantized site."""
+_NARROW = {*FLOAT8, "int8"}
+_FLOATING = {*_NARROW, "bfloat16", "float16", "float32", "float64"}
+_ORDERED = (
+    "mm bmm matmul linear conv1d conv2d conv3d convolution scaled_dot_product_attention _scaled_mm _int_mm"
+)
 _FACTORS = {f"aten.{name}.default": (0, 1) for name in _ORDERED.split()} | {
     "aten.addmm.default": (1, 2),
     "aten.baddbmm.default": (1, 2),
@@ -44,11 +50,11 @@ _WIDENING = ("aten.to.dtype", "aten._to_copy.default")
 _FAST_ACCUMULATION = 7
 """Position of `use_fast_accum` in the arguments of `_scaled_mm`."""
 _TORCH_TYPES = {Precision.FP32: "float32", Precision.BF16: "bfloat16", Precision.FP16: "float16"}
-_LIBRARY_CALL = re.compile(r"\baoti_torch_\w+?__scaled_mm\w*\(")
+_LIBRARY_CALL = re.compile(r"\baoti_torch_\w+?__(scaled|int)_mm\w*\(")
 _TEMPLATE_CALL = re.compile(
-    r"^(?!.*\b(?:void|static|auto|template)\b).*\bcall_\w*triton_tem_\w*scaled_mm\w*\(", re.M
+    r"^(?!.*\b(?:void|static|auto|template)\b).*\bcall_\w*triton_tem_\w*_(scaled|int)_mm\w*\(", re.M
 )
-"""Calls of FP8 products in generated C++: of a library, or of an autotuned Triton template."""
+"""Calls of FP8 and INT8 products in generated C++: of a library, or of an autotuned Triton template."""
 _OWN_CALL = re.compile(r"^(?!.*\b(?:void|static|auto|template)\b).*\bcall__loka_(\w+?)_kernel_\d+\(", re.M)
 """Calls of own kernels, whose Triton functions are named after their operators: Inductor numbers the variants
 of a function and launches each by a function of that name (`torch._inductor.codegen.cpp_wrapper_gpu`)."""
@@ -84,7 +90,7 @@ def _is_fast(node: Any, operator: str, types: Sequence[str]) -> bool:
 
 
 def entering_types(graph: Any, names: Collection[str]) -> dict[str, tuple[str, ...]]:
-    """Element types of the floating tensors that enter the operators of ONNX nodes from other nodes.
+    """Element types of the floating and INT8 tensors that enter the operators of ONNX nodes from other nodes.
 
     A node without operators is left out.
     """
@@ -114,17 +120,18 @@ def _dtype(node: Any) -> str:
 
 
 def _factor_type(node: Any) -> str:
-    """Element type of a factor; on the CPU, of FP8 values that are only widened (`simulated_mm`), theirs."""
+    """Element type of a factor; on the CPU, of quantized values that are widened (`simulated_mm`), theirs."""
     is_widened = str(node.target) in _WIDENING and node.meta["val"].device.type == CPU
-    narrow = [kind for kind in map(_dtype, node.all_input_nodes) if kind in FLOAT8] if is_widened else []
+    narrow = [kind for kind in map(_dtype, node.all_input_nodes) if kind in _NARROW] if is_widened else []
     return narrow[0] if narrow else _dtype(node)
 
 
 def product_calls(sources: Sequence[str]) -> Counter[str]:
-    """Calls of FP8 products and of own kernels in generated C++, by operator of the exported program."""
+    """Calls of quantized products and own kernels in generated C++, by operator of the exported program."""
     counts = Counter[str]()
     for text in sources:
-        counts[SCALED] += len(_LIBRARY_CALL.findall(text)) + len(_TEMPLATE_CALL.findall(text))
+        products = (*_LIBRARY_CALL.findall(text), *_TEMPLATE_CALL.findall(text))
+        counts.update(f"aten._{kind}_mm.default" for kind in products)
         counts.update(f"{OWN_OPERATORS}{name}.default" for name in _OWN_CALL.findall(text))
     return counts
 
@@ -140,7 +147,7 @@ def site_precisions(
         if lowered is not None:
             engaged, evidence = _read_product(engine, calls, lowered, precision)
             sites.append(SitePrecision(site.name, precision, lowered.operands, engaged, evidence))
-        elif site.kind is SiteKind.NORM and precision is not Precision.FP8:
+        elif site.kind is SiteKind.NORM and not precision.is_quantized:
             sites.append(_read_norm(engine, site.name, precision))
         else:
             evidence = "nothing of that name in the lowered graph"
@@ -152,39 +159,39 @@ def _read_product(
     engine: InductorEngine, calls: Mapping[str, Mapping[str, int]], site: CompiledSite, planned: Precision
 ) -> tuple[bool, str]:
     """Return the verdict that a product runs as planned or not, with the evidence."""
-    is_float8, fast = planned is Precision.FP8, False
-    if is_float8 and not site.engaged:
-        return False, f"lowered to {site.kernel}: {site.reason or 'not an FP8 product'}"
+    fast = False
+    if planned.is_quantized and not site.engaged:
+        return False, f"lowered to {site.kernel}: {site.reason or 'not a quantized product'}"
     for program in engine.programs:
         products = [product for product in program.products if product.node == site.site]
         fast |= any(product.fast_accumulation for product in products)
-        reason = _why_not_float8(products) if is_float8 else ""
+        reason = _why_wider(products, EIGHT_BITS[planned]) if planned.is_quantized else ""
         reason = reason or _why_not_called(products, program, calls[program.name])
         if reason:
             return False, f"program '{program.name}': {reason}"
-    if is_float8:
+    if planned.is_quantized:
         how = f"exported program: {site.kernel}{' with fast accumulation' if fast else ''}"
         return True, f"{how}; {site.reason}" if site.reason else how
     is_planned = bool(site.operands) and {*site.operands} == {_TORCH_TYPES[planned]}
     return is_planned, f"lowered to {site.kernel}{f': {site.reason}' if site.reason else ''}"
 
 
-def _why_not_float8(products: Sequence[Product]) -> str:
+def _why_wider(products: Sequence[Product], types: Collection[str]) -> str:
     if not products:
         return "the exported program has no product of this site"
-    wide = [each.operands for each in products if not each.operands or not {*each.operands} <= {*FLOAT8}]
+    wide = [each.operands for each in products if not each.operands or not {*each.operands} <= {*types}]
     return f"the exported program multiplies {' by '.join(wide[0]) or 'nothing'} there" if wide else ""
 
 
 def _why_not_called(products: Sequence[Product], program: Program, calls: Mapping[str, int]) -> str:
     """Reason why the generated code lacks a site's product, for operators that appear there by name."""
     for operator in dict.fromkeys(product.operator for product in products):
-        if operator != SCALED and not operator.startswith(OWN_OPERATORS):
+        if operator not in _LIBRARY and not operator.startswith(OWN_OPERATORS):
             continue
         called = calls.get(operator, 0)
         expected = sum(product.operator == operator for product in program.products)
         if called < expected:
-            what = "FP8 products" if operator == SCALED else f"kernels of '{operator}'"
+            what = _LIBRARY.get(operator) or f"kernels of '{operator}'"
             return f"the generated code calls {called} {what}, the exported program has {expected}"
     return ""
 
@@ -193,7 +200,7 @@ def _read_norm(engine: InductorEngine, site: str, planned: Precision) -> SitePre
     """Read a norm by the types that enter it; constants beside them may be wider."""
     read = [program.entering.get(site, ()) for program in engine.programs]
     types = tuple(dict.fromkeys(kind for each in read for kind in each))
-    engaged = all(_TORCH_TYPES[planned] in each and not {*each} & {*FLOAT8} for each in read)
+    engaged = all(_TORCH_TYPES[planned] in each and not {*each} & _NARROW for each in read)
     absent = "nothing of that name in the exported program"
     evidence = "exported program: what its node reads" if types else absent
     return SitePrecision(site, planned, types, engaged, evidence)

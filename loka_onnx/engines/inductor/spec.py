@@ -7,7 +7,7 @@ from typing import Any
 
 from loka_onnx.core.backends import ACTIVATIONS, ARITHMETIC, MOVEMENTS, Fusions
 from loka_onnx.core.devices import CPU, NVIDIA
-from loka_onnx.core.formats import E4M3FN
+from loka_onnx.core.formats import E4M3FN, INT8
 from loka_onnx.core.manifest import Need
 from loka_onnx.engines.inductor.session import INSTALL, import_torch, open_inductor
 from loka_onnx.sessions import cuda
@@ -45,7 +45,7 @@ INDUCTOR = InductorSpec(
     maker="loka_onnx.engines.inductor.backend:InductorBackend",
     triton="loka_onnx.engines.inductor.triton:triton_form",
     devices={CPU: (CPU,), **NVIDIA},
-    formats=(E4M3FN,),
+    formats=(E4M3FN, INT8),
     need=Need.RELEASE,
     fusions=Fusions(
         frozenset({*ACTIVATIONS, *ARITHMETIC, "LayerNormalization", "RMSNormalization"}),

@@ -3,7 +3,7 @@
 =============  ==================================  =====================================================
 provider       precisions that it runs             FP8
 =============  ==================================  =====================================================
-CPU            FP32, INT8 (UINT8 × INT8)           simulated: its Q and DQ are real, its products FP32
+CPU            FP32, INT8 (by UINT8 or INT8)       simulated: its Q and DQ are real, its products FP32
 CUDA           FP32 (TF32 off), FP16, BF16         simulated: its Q and DQ take E4M3FN and E5M2, of FP32
                                                    and FP16 only, and products run on what DQ gives
 TensorRT       FP16, BF16 (strongly typed)         declined: it does not tell which sites engaged FP8

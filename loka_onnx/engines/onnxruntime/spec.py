@@ -6,7 +6,7 @@ from pathlib import Path
 
 from loka_onnx.core.backends import Fusions
 from loka_onnx.core.devices import AMD, CPU, NVIDIA
-from loka_onnx.core.formats import UINT8, NumberFormat
+from loka_onnx.core.formats import INT8, UINT8, NumberFormat
 from loka_onnx.core.manifest import Need
 from loka_onnx.engines.onnxruntime.io_binding_session import open_io_binding
 from loka_onnx.engines.onnxruntime.io_binding_settings import settings_beside
@@ -38,7 +38,7 @@ class OnnxRuntimeSpec(BackendSpec):
 
     def formats_on(self, architecture: str) -> tuple[NumberFormat, ...]:
         """See `BackendSpec.formats_on`: integers on the CPU only."""
-        return (*self.formats, UINT8) if architecture == CPU else self.formats
+        return (*self.formats, UINT8, INT8) if architecture == CPU else self.formats
 
     def is_program(self, architecture: str) -> bool:
         """Tell whether the provider compiles: graphs are data, compiled programs are not."""

@@ -9,7 +9,7 @@ import pytest
 from small_configs import config_of
 
 from loka_onnx.config import PlanId, RunConfig
-from loka_onnx.core.formats import E4M3FN, E5M2, UINT8, Precision
+from loka_onnx.core.formats import E4M3FN, E5M2, INT8, UINT8, Precision
 from loka_onnx.errors import ConfigError
 from loka_onnx.pipeline.plans import (
     check_targets,
@@ -42,6 +42,7 @@ def instructions(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 CPU = {"device": "cpu", "backends": ["onnxruntime"]}
 RTX = {"device": "nvidia-rtx-ada", "backends": ["tensorrt_rtx"]}
+A100, H100 = ({"device": f"nvidia-{name}", "backends": ["inductor"]} for name in ("a100", "h100"))
 INDUCTOR = {"device": "cpu", "backends": ["inductor"]}
 
 
@@ -68,7 +69,12 @@ def test_high_precision_competes_where_it_runs(config, targets, timed, plans):
         ((CPU, RTX), ("avx512_vnni",), ["e4m3fn", "uint8"]),
         ((CPU, RTX), (), ["e4m3fn"]),
         ((INDUCTOR,), ("avx512_vnni",), ["e4m3fn"]),
-        (({"device": "nvidia-a100", "backends": ["inductor"]}, CPU), ("avx512_vnni",), ["uint8"]),
+        ((A100,), (), ["int8"]),
+        ((H100,), (), ["e4m3fn"]),
+        ((H100, CPU), ("avx512_vnni",), ["e4m3fn", "uint8"]),
+        # One dialect for both: the GPU multiplies no other.
+        ((A100, CPU), ("avx512_vnni",), ["int8"]),
+        ((A100, H100), (), ["e4m3fn", "int8"]),
     ],
 )
 def test_formats_are_what_the_targets_multiply(config, instructions, targets, instructions_here, formats):
@@ -84,6 +90,7 @@ def test_formats_follow_what_is_asked_for(config, instructions):
     assert planned_formats(config(RTX, plans=plans[::2])) == (UINT8,)
     both = config(CPU, formats=["int8", "fp8"], format="E5M2")
     assert planned_formats(both) == (E5M2, UINT8)
+    assert planned_formats(config(H100, formats=["int8", "fp8"])) == (E4M3FN, INT8)
     quantized = (PlanId.FP8_ALL, PlanId.FP8_SAFE, PlanId.INT8_ALL, PlanId.INT8_SAFE)
     assert competing_plans(both) == (PlanId.FP32, PlanId.BF16, *quantized)
 
@@ -119,7 +126,8 @@ def test_integers_compete_where_they_are_asked_for(config):
 
 def test_integers_need_a_backend_that_multiplies_them(config):
     check_targets(config(CPU, RTX, formats=["int8"]))
-    for target in (RTX, {"device": "cpu", "backends": ["inductor"]}):
+    check_targets(config(A100, formats=["int8"]))
+    for target in (RTX, {"device": "cpu", "backends": ["migraphx"]}):
         check_targets(config(target))
         with pytest.raises(ConfigError) as caught:
             check_targets(config(target, formats=["int8"]))

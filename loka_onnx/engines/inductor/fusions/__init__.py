@@ -13,10 +13,10 @@ from loka_onnx.engines.inductor.fusions.attention import exact_attention
 from loka_onnx.engines.inductor.fusions.base import DOMAIN, DeclinedFusion, Fused
 from loka_onnx.engines.inductor.fusions.planned import Node, PlannedGraph
 from loka_onnx.engines.inductor.fusions.products import (
-    float8_product,
     half_product,
     merged_bias,
     quantized_concat,
+    quantized_product,
 )
 from loka_onnx.engines.inductor.fusions.tokens import factorization_norm, token_concat, token_residual_norm
 
@@ -29,7 +29,7 @@ FUSIONS: Mapping[str, Callable[[PlannedGraph, Node], Fused | None]] = {
     "token-concat": token_concat,
     "concat-quantize": quantized_concat,
     "merged-bias": merged_bias,
-    "float8-product": float8_product,
+    "quantized-product": quantized_product,
     "half-product": half_product,
 }
 """Fusions by name: None where a node does not match. Products come last, after the fusions that move biases
@@ -45,7 +45,7 @@ class FusionReport:
 
     @property
     def joined(self) -> dict[str, str]:
-        """Fusion of each site that shares a kernel with others; FP8 there would split the kernel."""
+        """Fusion of each site that shares a kernel with others; eight bits there would split the kernel."""
         return {
             site: name
             for name, matches in self.fused.items()

@@ -37,7 +37,7 @@ SHORT_QUERIES, SHORT_WIDTH, SHORT_ELEMENTS = 256, 128, 1 << 14
 values)."""
 _SHAPES = {"Expand", "Flatten", "Reshape", "Squeeze", "Tile", "Unsqueeze"}
 MOVEMENTS = _SHAPES | {"Concat", "Gather", "Identity", "Slice", "Split", "Transpose"}
-"""Operators through which the lowering passes FP8 values."""
+"""Operators through which the lowering passes quantized values."""
 
 
 @dataclass(frozen=True)
@@ -167,15 +167,15 @@ def _check_precision(match: _Attention) -> None:
     between = {tensor.kind for node in match.inside for tensor in node.outputs if node.op != "IsNaN"}
     if not between <= {kind, onnx.TensorProto.FLOAT}:
         raise DeclinedFusion("what is between its products is rounded to another type")
-    if any(_is_float8(tensor) for tensor in (match.q, match.kt, match.v)):
-        raise DeclinedFusion("a product of it is planned in FP8")
+    if any(_is_dequantized(tensor) for tensor in (match.q, match.kt, match.v)):
+        raise DeclinedFusion("a product of it is planned in eight bits")
     mask = match.mask
     wanted = onnx.TensorProto.BOOL if match.keep or match.drop else kind
     if mask is not None and mask.kind != wanted:
         raise DeclinedFusion(f"mask '{mask.name}' has another type than the products")
 
 
-def _is_float8(tensor: Tensor) -> bool:
+def _is_dequantized(tensor: Tensor) -> bool:
     """True if a tensor is dequantized, or moved from one that is."""
     pending = [tensor]
     while pending:

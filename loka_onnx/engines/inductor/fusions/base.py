@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import onnx
 
 from loka_onnx.engines.inductor.fusions.planned import Node, PlannedGraph, Tensor
 
 DOMAIN = "loka"
 """Domain of nodes that only this backend lowers."""
-E4M3FN = onnx.TensorProto.FLOAT8E4M3FN
+EIGHT_BITS = frozenset({onnx.TensorProto.FLOAT8E4M3FN, onnx.TensorProto.INT8})
+"""Types that the kernels multiply with a scale and zero point 0, and quantize to."""
 HALVES = frozenset({onnx.TensorProto.BFLOAT16, onnx.TensorProto.FLOAT16})
-"""Types that the kernels multiply."""
+"""Types that the kernels multiply without one."""
 
 
 @dataclass(frozen=True)
@@ -77,12 +79,19 @@ def unrounded(graph: PlannedGraph, tensor: Tensor) -> Tensor:
     return reshaped
 
 
-def is_float8_quantize(node: Node) -> bool:
-    """True for a saturating Q to E4M3FN with one constant scale."""
+def is_symmetric(node: Node) -> bool:
+    """True for a Q or DQ without a zero point, or with the constant 0."""
+    zero = node.reads(2) if node.has(2) else None
+    return zero is None or (zero.is_constant and not zero.values.astype(np.float32).any())
+
+
+def is_quantize(node: Node) -> bool:
+    """True for a saturating Q to `EIGHT_BITS` with one constant scale and zero point 0."""
     return (
         node.op == "QuantizeLinear"
         and bool(node.outputs)
-        and node.outputs[0].kind == E4M3FN
+        and node.outputs[0].kind in EIGHT_BITS
+        and is_symmetric(node)
         and bool(node.attrs.get("saturate", 1))
         and node.reads(1).is_constant
         and node.reads(1).values.size == 1
@@ -100,13 +109,19 @@ class Ends:
     def of(cls, graph: PlannedGraph, end: Tensor) -> Ends:
         """Outputs for the readers of Z; of several Q with different scales, the kernel computes none."""
         readers = [reader for reader in end.readers if reader.outputs]
-        quantized = [reader for reader in readers if is_float8_quantize(reader)]
+        quantized = [reader for reader in readers if is_quantize(reader)]
         narrow = quantized[0] if len(quantized) == 1 else None
         return cls(narrow is None or len(readers) > 1 or graph.is_output(end), narrow)
 
     def replaced(self, end: Tensor) -> list[Tensor]:
         """Tensors that the kernel computes, Z first."""
         return ([end] if self.wide else []) + ([self.quantize.outputs[0]] if self.quantize else [])
+
+    @property
+    def attributes(self) -> dict[str, int]:
+        """Which outputs there are, and the ONNX type of that of the Q."""
+        narrow = {} if self.quantize is None else {"narrow": self.quantize.outputs[0].kind}
+        return {"wide": int(self.wide), **narrow}
 
     @property
     def scale(self) -> Tensor | None:

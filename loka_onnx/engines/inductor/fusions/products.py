@@ -1,7 +1,7 @@
 """Products of an activation and a constant with their epilogue, biases moved to them, and quantized concats.
 
-A product in FP8 (A and W behind their DQ), BF16 or FP16, and operators behind it that need no other element
-of its output, in this order, each optional::
+A product in FP8 or INT8 (A and W behind their DQ), BF16 or FP16, and operators behind it that need no other
+element of its output, in this order, each optional::
 
     Z  =  A · W + b
     Z  =  relu(Z)                   or, of a cross layer (arXiv 2008.13535, equation 1),   Z  =  x0 ⊙ Z + x
@@ -34,12 +34,13 @@ import numpy as np
 
 from loka_onnx.engines.inductor.fusions.base import (
     DOMAIN,
-    E4M3FN,
+    EIGHT_BITS,
     HALVES,
     DeclinedFusion,
     Ends,
     Fused,
     is_row,
+    is_symmetric,
     only_reader,
     static,
     unrounded,
@@ -59,13 +60,14 @@ def _is_plain(node: Node) -> bool:
 
 
 def _dequantized(node: Node) -> tuple[Node, Node] | None:
-    """The two DQ of a product of an activation and a constant, both in E4M3FN; or None."""
+    """The two DQ of a product of an activation and a constant, both in one eight-bit type; or None."""
     if not _is_plain(node):
         return None
     activation, weight = (node.reads(position).producer for position in (0, 1))
     if activation is None or weight is None:
         return None
-    if not all(each.op == "DequantizeLinear" and each.reads(1).is_constant for each in (activation, weight)):
+    both = (activation, weight)
+    if not all(each.op == "DequantizeLinear" and each.reads(1).is_constant for each in both):
         return None
     values, stored = activation.reads(0), weight.reads(0)
     if values.is_constant or not stored.is_constant or len(stored.shape or ()) != 2:
@@ -75,7 +77,8 @@ def _dequantized(node: Node) -> tuple[Node, Node] | None:
     is_outer = weight.reads(1).values.size == 1 or weight.attrs.get("axis", 1) % 2 == columns
     if not is_outer or weight.attrs.get("block_size", 0):
         return None
-    return (activation, weight) if values.kind == stored.kind == E4M3FN else None
+    is_multiplied = values.kind == stored.kind and stored.kind in EIGHT_BITS and all(map(is_symmetric, both))
+    return both if is_multiplied else None
 
 
 def _is_half(node: Node) -> bool:
@@ -88,8 +91,8 @@ def _is_half(node: Node) -> bool:
     return activation.kind == weight.kind and weight.kind in HALVES and not any(n % MULTIPLE for n in sizes)
 
 
-def float8_product(graph: PlannedGraph, node: Node) -> Fused | None:
-    """Fuse a product of an activation and a constant in E4M3FN."""
+def quantized_product(graph: PlannedGraph, node: Node) -> Fused | None:
+    """Fuse a product of an activation and a constant in E4M3FN or INT8."""
     operands = _dequantized(node)
     if operands is None:
         return None
@@ -103,7 +106,7 @@ def float8_product(graph: PlannedGraph, node: Node) -> Fused | None:
     both = [each.reads(1).values.astype(np.float32).reshape(-1) for each in (activation, weight)]
     scale = graph.constant(f"{node.name}/scale", np.broadcast_to(both[0] * both[1], (columns,)))
     factors = (activation.reads(0), activation.reads(1), _transposed(graph, node, stored), weight.reads(1))
-    return epilogue.write(graph, node, "Float8Product", *factors, scale)
+    return epilogue.write(graph, node, "QuantizedProduct", *factors, scale)
 
 
 def half_product(graph: PlannedGraph, node: Node) -> Fused | None:
@@ -118,7 +121,7 @@ def half_product(graph: PlannedGraph, node: Node) -> Fused | None:
 
 
 def _transposed(graph: PlannedGraph, node: Node, stored: Tensor) -> Tensor:
-    """Transpose a product's weight to (N, K), in which matrix units read FP8 along K from both factors.
+    """Transpose a product's weight to (N, K), in which matrix units read both factors along K.
 
     A weight that was not loaded is unchanged: such a graph is only analysed.
     """
@@ -169,7 +172,7 @@ class _Epilogue:
         """
         ends = Ends.of(graph, self.end)
         inputs = [*factors[:4], self.bias, *(self.cross or (None, None)), ends.scale, *factors[4:]]
-        attrs = {"relu": int(self.relu), "wide": int(ends.wide), "base": self.end.kind}
+        attrs = {"relu": int(self.relu), "base": self.end.kind, **ends.attributes}
         graph.replace(f"{DOMAIN}::{op}", node.name, inputs, ends.replaced(self.end), attrs)
         return Fused(node.name, (node.name,))
 
@@ -250,6 +253,6 @@ def quantized_concat(graph: PlannedGraph, node: Node) -> Fused | None:
         raise DeclinedFusion("it does not join computed columns")
     inputs = [*(unrounded(graph, part) for part in parts), ends.scale]
     name = graph.fresh_name(f"{node.name}/quantized")
-    attrs = {"wide": int(ends.wide), "base": joined.kind}
+    attrs = {"base": joined.kind, **ends.attributes}
     graph.replace(f"{DOMAIN}::ConcatQuantize", name, inputs, ends.replaced(joined), attrs)
     return Fused(name)

@@ -41,7 +41,7 @@ from loka_onnx.engines.inductor.fusions.base import (
     DeclinedFusion,
     Ends,
     Fused,
-    is_float8_quantize,
+    is_quantize,
     only_reader,
     padded,
     static,
@@ -162,13 +162,15 @@ def factorization_norm(graph: PlannedGraph, norm: Node) -> Fused | None:
     inputs = [x, weight, *_affine(graph, norm, name, n * k)]
     out = _rounded_output(graph, norm, x)
     reader = only_reader(graph, out)
-    if reader is not None and is_float8_quantize(reader):
+    products = (mix.product.name, product.name)
+    attrs = _attributes(norm, products)
+    if reader is not None and is_quantize(reader):
         out = reader.outputs[0]
         inputs.append(reader.reads(1))
+        attrs["narrow"] = out.kind
     elif out.kind != x.kind:
         raise DeclinedFusion("its output is read in another precision than that of the tokens")
-    products = (mix.product.name, product.name)
-    graph.replace(f"{DOMAIN}::FactorizationNorm", name, inputs, [out], _attributes(norm, products))
+    graph.replace(f"{DOMAIN}::FactorizationNorm", name, inputs, [out], attrs)
     return Fused(name, (*products, norm.name))
 
 
@@ -313,8 +315,8 @@ def token_concat(graph: PlannedGraph, node: Node) -> Fused | None:
         "products": [mix.product.name],
         "mix_first": int(match.is_first),
         "flat": int(end is not match.end),
-        "wide": int(ends.wide),
         "base": match.end.kind,
+        **ends.attributes,
     }
     graph.replace(f"{DOMAIN}::TokenConcat", name, inputs, ends.replaced(end), attrs)
     return Fused(name, (mix.product.name,))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import onnx
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -14,7 +15,7 @@ from torch.nn import functional
 from loka_onnx.engines.inductor.fusions.attention import is_short
 from loka_onnx.engines.inductor.fusions.base import DOMAIN
 from loka_onnx.engines.inductor.lowering.node import Node, operator
-from loka_onnx.engines.inductor.lowering.strategies import Epilogue, FloatProduct, to_float8
+from loka_onnx.engines.inductor.lowering.strategies import Epilogue, Factors, quantized
 from loka_onnx.engines.inductor.lowering.values import TORCH_TYPES, Constant, Value, short_name
 from loka_onnx.engines.inductor.package import CompiledSite
 
@@ -43,6 +44,11 @@ def _number(node: Node, value: Value) -> float | None:
     raise node.error("a scale is not a constant number", f"it is {type(value).__name__}")
 
 
+def _narrow(node: Node) -> torch.dtype:
+    """Type of the quantized output."""
+    return TORCH_TYPES[node.get("narrow", onnx.TensorProto.FLOAT8E4M3FN)]
+
+
 def _inverse(scale: float | None) -> float:
     return 0.0 if scale is None else 1.0 / scale
 
@@ -58,13 +64,13 @@ def factorization_norm(
     if tokens.is_cuda:
         from loka_onnx.engines.inductor.kernels import triton_norms as kernels
 
-        ends = (epsilon, _inverse(scale), scale is not None)
+        ends = (epsilon, _inverse(scale), None if scale is None else _narrow(node))
         return kernels.factorization_norm(tokens.contiguous(), weight, factor, shift, *ends)
     product = torch.matmul(tokens, torch.matmul(tokens.transpose(1, 2), weight))
     flat = product.reshape(tokens.shape[0], -1).to(torch.float32)
     affine = (factor.to(torch.float32), shift.to(torch.float32))
     out = functional.layer_norm(flat, flat.shape[1:], *affine, epsilon)
-    return out.to(tokens.dtype) if scale is None else to_float8(out, scale)
+    return out.to(tokens.dtype) if scale is None else quantized(out, scale, _narrow(node))
 
 
 @operator("TokenResidualNorm", domain=DOMAIN)
@@ -141,9 +147,9 @@ def concat_quantize(node: Node, a: Value, b: Value, out_scale: Value) -> tuple[T
         from loka_onnx.engines.inductor.kernels import triton_concats as kernels
 
         parts = (left.contiguous(), right.contiguous())
-        return tuple(kernels.concat_quantize(*parts, _inverse(scale), half, wide))
+        return tuple(kernels.concat_quantize(*parts, _inverse(scale), half, wide, _narrow(node)))
     joined = torch.cat([left.to(half), right.to(half)], dim=1)
-    return Epilogue(scale=scale, is_wide=wide).apply(joined)
+    return Epilogue(scale=scale, narrow=_narrow(node), is_wide=wide).apply(joined)
 
 
 @operator("TokenConcat", domain=DOMAIN, raw=True, wide=(3,))
@@ -161,19 +167,19 @@ def token_concat(
         from loka_onnx.engines.inductor.kernels import triton_concats as kernels
 
         beside = None if others is None else others.contiguous()
-        ends = (mix_first, wide, scale is not None)
+        ends = (mix_first, wide, None if scale is None else _narrow(node))
         outputs = kernels.token_concat(tokens.contiguous(), weight, beside, _inverse(scale), half, *ends)
     else:
         z = torch.matmul(weight, tokens.to(half))
         if others is not None:
             parts = (z, others.to(half))
             z = torch.cat(parts if mix_first else parts[::-1], dim=1)
-        outputs = Epilogue(scale=scale, is_wide=wide).apply(z)
+        outputs = Epilogue(scale=scale, narrow=_narrow(node), is_wide=wide).apply(z)
     return tuple(each.flatten(1) if node.get("flat", 0) else each for each in outputs)
 
 
 # Scales are multiplied in FP32; a BF16 graph would convert them in every run.
-@operator("Float8Product", "HalfProduct", domain=DOMAIN, raw=True, wide=(1, 3, 7, 8))
+@operator("QuantizedProduct", "HalfProduct", domain=DOMAIN, raw=True, wide=(1, 3, 7, 8))
 def product(node: Node, *inputs: Value) -> tuple[Tensor, ...]:
     """Lower a product with its epilogue (`fusions.products`)."""
     missing: list[Value] = [None] * (9 - len(inputs))
@@ -182,9 +188,10 @@ def product(node: Node, *inputs: Value) -> tuple[Tensor, ...]:
         cross=() if x0 is None or x is None else (node.tensor(x0), node.tensor(x)),
         relu=bool(node.get("relu", 0)),
         scale=_number(node, out_scale),
+        narrow=_narrow(node),
         is_wide=bool(node.get("wide", 1)),
     )
-    factors = FloatProduct(
+    factors = Factors(
         site=node.name,
         a=node.tensor(a),
         scale_a=_scale(node, scale_a),

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
 from loka_onnx.engines.inductor.fusions.base import padded
-from loka_onnx.engines.inductor.kernels.triton_product import to_float8
+from loka_onnx.engines.inductor.kernels.triton_product import to_eight_bits
 
 ROWS, COLUMNS = 16, 128
 """Tile of a program that joins matrices."""
@@ -58,21 +58,22 @@ def _loka_concat_quantize_kernel(  # type: ignore[no-untyped-def]
     place = row * N + n[None, :]
     if WIDE:
         tl.store(wide_ptr + place, x, mask=inside)
-    tl.store(narrow_ptr + place, to_float8(x, inverse_scale), mask=inside)
+    tl.store(narrow_ptr + place, to_eight_bits(x, inverse_scale, narrow_ptr.dtype.element_ty), mask=inside)
 
 
 @triton_op("loka::concat_quantize", mutates_args={})
 def concat_quantize(
-    a: Tensor, b: Tensor, inverse_scale: float, half: torch.dtype, wide: bool
+    a: Tensor, b: Tensor, inverse_scale: float, half: torch.dtype, wide: bool, narrow: torch.dtype
 ) -> list[Tensor]:
     """Round a and b, contiguous in FP32, BF16 or FP16, to `half`, join their columns, and quantize.
 
-    Returns X (M, a + b) where `wide` asks for it, then the same in E4M3FN, times `inverse_scale`.
+    Returns X (M, a + b) where `wide` asks for it, then the same in `narrow`, E4M3FN or INT8, times
+    `inverse_scale`.
     """
     (m, first), second = a.shape, b.shape[1]
     n = first + second
     high = torch.empty((m, n), dtype=half, device=a.device) if wide else None
-    low = torch.empty((m, n), dtype=torch.float8_e4m3fn, device=a.device)
+    low = torch.empty((m, n), dtype=narrow, device=a.device)
     tile = {"WA": first, "WB": second, "BM": ROWS, "BN": COLUMNS}
     # An unused pointer must be valid.
     ends = (low if high is None else high, low)
@@ -89,7 +90,9 @@ def _written(  # type: ignore[no-untyped-def]
     if WIDE:
         tl.store(wide_ptr + place, z, mask=inside)
     if NARROW:
-        tl.store(narrow_ptr + place, to_float8(z, inverse_scale), mask=inside)
+        tl.store(
+            narrow_ptr + place, to_eight_bits(z, inverse_scale, narrow_ptr.dtype.element_ty), mask=inside
+        )
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -129,13 +132,13 @@ def token_concat(
     half: torch.dtype,
     mix_first: bool,
     wide: bool,
-    narrow: bool,
+    narrow: torch.dtype | None,
 ) -> list[Tensor]:
     """Mix, concatenate and quantize; f is None for the mix alone, else before it unless `mix_first`.
 
     x (batch, n, d) and f (batch, n_F, d) are contiguous, in FP32, BF16 or FP16, and rounded to the type
-    `half` of w (m, n). Returns (batch, n_F + m, d) of that type if `wide`, then in E4M3FN, times
-    `inverse_scale`, if `narrow`.
+    `half` of w (m, n). Returns (batch, n_F + m, d) of that type if `wide`, then in `narrow`,
+    E4M3FN or INT8, times `inverse_scale`, unless that is None.
     """
     (batch, n, d), m = x.shape, w.shape[0]
     others = 0 if f is None else f.shape[1]
@@ -143,11 +146,12 @@ def token_concat(
     rows = max(n, m, others)
     is_large = triton.next_power_of_2(rows) * triton.next_power_of_2(d) >= LARGE
     made = [torch.empty(shape, dtype=half, device=x.device)] if wide else []
-    if narrow:
-        made.append(torch.empty(shape, dtype=torch.float8_e4m3fn, device=x.device))
+    if narrow is not None:
+        made.append(torch.empty(shape, dtype=narrow, device=x.device))
     sizes = {"N": n, "M": m, "NF": others, "D": d, "N2": padded(n), "M2": padded(m), "D2": padded(d)}
     sizes["NF2"] = max(1, triton.next_power_of_2(others))
-    how = {"MIX_FIRST": mix_first, "BF16": half is torch.bfloat16, "WIDE": wide, "NARROW": narrow}
+    how = {"MIX_FIRST": mix_first, "BF16": half is torch.bfloat16, "WIDE": wide}
+    how["NARROW"] = narrow is not None
     # An unused pointer must be valid.
     read = (x, w, x if f is None else f)
     wrap_triton(_loka_token_concat_kernel)[(batch,)](

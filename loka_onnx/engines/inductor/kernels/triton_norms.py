@@ -28,14 +28,14 @@ from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
 from loka_onnx.engines.inductor.fusions.base import padded
-from loka_onnx.engines.inductor.kernels.triton_product import to_float8
+from loka_onnx.engines.inductor.kernels.triton_product import to_eight_bits
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _loka_factorization_norm_kernel(  # type: ignore[no-untyped-def]
     x_ptr, y_ptr, gamma_ptr, beta_ptr, out_ptr, inverse_scale, epsilon,
     N: tl.constexpr, D: tl.constexpr, K: tl.constexpr,
-    N2: tl.constexpr, D2: tl.constexpr, K2: tl.constexpr, FLOAT8: tl.constexpr,
+    N2: tl.constexpr, D2: tl.constexpr, K2: tl.constexpr, NARROW: tl.constexpr,
 ):  # fmt: skip
     example = tl.program_id(0).to(tl.int64)
     tokens, columns, ranks = tl.arange(0, N2), tl.arange(0, D2), tl.arange(0, K2)
@@ -53,26 +53,32 @@ def _loka_factorization_norm_kernel(  # type: ignore[no-untyped-def]
     beta = tl.load(beta_ptr + flat, mask=in_s, other=0.0).to(tl.float32)
     out = centred * deviation * gamma + beta
     place = out_ptr + example * N * K + flat
-    if FLOAT8:
-        tl.store(place, to_float8(out, inverse_scale), mask=in_s)
+    if NARROW:
+        tl.store(place, to_eight_bits(out, inverse_scale, out_ptr.dtype.element_ty), mask=in_s)
     else:
         tl.store(place, out.to(x.dtype), mask=in_s)
 
 
 @triton_op("loka::factorization_norm", mutates_args={})
 def factorization_norm(
-    x: Tensor, y: Tensor, gamma: Tensor, beta: Tensor, epsilon: float, inverse_scale: float, float8: bool
+    x: Tensor,
+    y: Tensor,
+    gamma: Tensor,
+    beta: Tensor,
+    epsilon: float,
+    inverse_scale: float,
+    narrow: torch.dtype | None,
 ) -> Tensor:
     """Compute the interaction and its norm of x (batch, n, d) and y (n, k), BF16 or FP16, contiguous.
 
-    Returns (batch, n·k) in the type of x; with `float8`, in E4M3FN, times `inverse_scale`.
+    Returns (batch, n·k) in the type of x; with `narrow`, E4M3FN or INT8, in that, times `inverse_scale`.
     """
     batch, n, d = x.shape
     k = y.shape[1]
-    out = torch.empty((batch, n * k), dtype=torch.float8_e4m3fn if float8 else x.dtype, device=x.device)
+    out = torch.empty((batch, n * k), dtype=narrow or x.dtype, device=x.device)
     sizes = {"N": n, "D": d, "K": k, "N2": padded(n), "D2": padded(d), "K2": padded(k)}
     wrap_triton(_loka_factorization_norm_kernel)[(batch,)](
-        x, y, gamma, beta, out, inverse_scale, epsilon, **sizes, FLOAT8=float8, num_warps=4
+        x, y, gamma, beta, out, inverse_scale, epsilon, **sizes, NARROW=narrow is not None, num_warps=4
     )
     return out
 

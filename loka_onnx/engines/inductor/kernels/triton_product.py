@@ -1,10 +1,11 @@
 """Products with their epilogue: bias, ReLU, a cross layer's sum, the next Q.
 
-With A (M, K) and B (N, K) in E4M3FN and a scale for each output column, or in BF16 or FP16 without one::
+With A (M, K) and B (N, K) in E4M3FN or INT8 and a scale for each output column, or in BF16 or FP16 without
+one, summed in FP32, INT8 in INT32::
 
     Z    =   relu?(A · Bᵀ · scale + bias)
     Z    =   x0 ⊙ Z + x                      of a cross layer (arXiv 2008.13535, equation 1)
-    out  =   Z in the base precision, Z / s in E4M3FN, or both
+    out  =   Z in the base precision, Z / s in E4M3FN or INT8, or both
 
 cuBLASLt writes Z in the base precision and another kernel reads it to quantize; here Z stays in registers.
 Tiles run in L2 order as in Triton's matrix multiplication tutorial. The fastest tile depends on the shape and
@@ -32,10 +33,13 @@ SUM_ROWS, SUM_COLUMNS = 8, 128
 
 
 @triton.jit
-def to_float8(value, inverse_scale):  # type: ignore[no-untyped-def]
-    """Divide by a scale, saturate and round to even in E4M3FN (ONNX QuantizeLinear)."""
+def to_eight_bits(value, inverse_scale, kind: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Divide by a scale, saturate and round to even in E4M3FN or INT8 (ONNX QuantizeLinear)."""
     # The caller's number may arrive as FP64, which has no conversion to FP8.
     scaled = value.to(tl.float32) * tl.cast(inverse_scale, tl.float32)
+    if kind == tl.int8:
+        # Casts to integers round to zero. FP32 numbers around 1.5 · 2**23 have the spacing 1.
+        return ((tl.clamp(scaled, -128.0, 127.0) + 12582912.0) - 12582912.0).to(tl.int8)
     # Without PROPAGATE, NaN would become a number; the cast keeps NaN.
     scaled = tl.clamp(scaled, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
     return scaled.to(tl.float8e4nv)
@@ -66,10 +70,11 @@ def _loka_product_kernel(  # type: ignore[no-untyped-def]
     # Rows and columns past the end wrap around; their values are not stored.
     a = a_ptr + (m % M).to(tl.int64)[:, None] * K + first + k[None, :]
     b = b_ptr + (n % N).to(tl.int64)[None, :] * K + first + k[:, None]
-    z = tl.zeros((BM, BN), dtype=tl.float32)
+    SUM: tl.constexpr = tl.int32 if a_ptr.dtype.element_ty == tl.int8 else tl.float32
+    z = tl.zeros((BM, BN), dtype=SUM)
     for start in range(first, min(K, first + steps * BK), BK):
         if WHOLE_K:
-            z = tl.dot(tl.load(a), tl.load(b), z, max_num_imprecise_acc=IMPRECISE)
+            z = tl.dot(tl.load(a), tl.load(b), z, max_num_imprecise_acc=IMPRECISE, out_dtype=SUM)
         else:
             left = K - start
             z = tl.dot(
@@ -77,6 +82,7 @@ def _loka_product_kernel(  # type: ignore[no-untyped-def]
                 tl.load(b, mask=k[:, None] < left, other=0.0),
                 z,
                 max_num_imprecise_acc=IMPRECISE,
+                out_dtype=SUM,
             )
         a += BK
         b += BK
@@ -99,6 +105,7 @@ def _finish(  # type: ignore[no-untyped-def]
     WIDE: tl.constexpr, NARROW: tl.constexpr,
 ):  # fmt: skip
     """Apply the epilogue to a sum over K and store."""
+    z = z.to(tl.float32)
     if SCALED:
         z *= tl.load(scale_ptr + n, mask=n < N, other=0.0)[None, :]
     if BIAS:
@@ -112,7 +119,9 @@ def _finish(  # type: ignore[no-untyped-def]
     if WIDE:
         tl.store(wide_ptr + place, z.to(wide_ptr.dtype.element_ty), mask=stored)
     if NARROW:
-        tl.store(narrow_ptr + place, to_float8(z, inverse_scale), mask=stored)
+        tl.store(
+            narrow_ptr + place, to_eight_bits(z, inverse_scale, narrow_ptr.dtype.element_ty), mask=stored
+        )
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -128,7 +137,7 @@ def _add_up_kernel(  # type: ignore[no-untyped-def]
     n = tl.program_id(1) * BN + tl.arange(0, BN)
     stored = (m[:, None] < M) & (n[None, :] < N)
     place = m.to(tl.int64)[:, None] * N + n[None, :]
-    z = tl.zeros((BM, BN), dtype=tl.float32)
+    z = tl.zeros((BM, BN), dtype=parts_ptr.dtype.element_ty)
     for part in tl.static_range(SPLIT):
         made = (part * M + m).to(tl.int64)[:, None] * N + n[None, :]
         z += tl.load(parts_ptr + made, mask=stored, other=0.0)
@@ -150,23 +159,25 @@ def product(
     inverse_scale: float,
     relu: bool,
     wide: torch.dtype | None,
+    narrow: torch.dtype,
     tile: list[int],
 ) -> list[Tensor]:
     """Multiply and apply the epilogue.
 
-    a (M, K) and b (N, K), the transposed weight, are contiguous, in E4M3FN, BF16 or FP16; K and N are
+    a (M, K) and b (N, K), the transposed weight, are contiguous, in E4M3FN, INT8, BF16 or FP16; K and N are
     multiples of 16. `scale` (N,), in FP32, is that of a times those of the weight's columns, None for factors
     that are not quantized. `bias` is (N,); x0 and x of a cross layer are (M, N), and x is None where it is
     x0. `tile` is `Tile.numbers`.
 
-    Returns (M, N) in the type `wide`, unless that is None, then (M, N) in E4M3FN, times `inverse_scale`,
-    unless that is 0.
+    Returns (M, N) in the type `wide`, unless that is None, then (M, N) in `narrow`, E4M3FN or INT8, times
+    `inverse_scale`, unless that is 0.
     """
     (m, k), n = a.shape, b.shape[0]
     high = None if wide is None else torch.empty((m, n), dtype=wide, device=a.device)
-    low = torch.empty((m, n), dtype=torch.float8_e4m3fn, device=a.device) if inverse_scale else None
+    low = torch.empty((m, n), dtype=narrow, device=a.device) if inverse_scale else None
     bm, bn, bk, stages, warps, exact, split = tile
-    parts = torch.empty((split, m, n), dtype=torch.float32, device=a.device) if split > 1 else None
+    sums = torch.int32 if a.dtype == torch.int8 else torch.float32
+    parts = torch.empty((split, m, n), dtype=sums, device=a.device) if split > 1 else None
     # An unused pointer must be valid.
     read = [a if each is None else each for each in (scale, bias, x0, x, high, low)]
     follows = {
@@ -181,7 +192,7 @@ def product(
     n16, k16 = n // MULTIPLE, k // MULTIPLE
     tiles = {"BM": bm, "BN": bn, "BK": bk, "GROUP_M": GROUP, "SPLIT": split, "WHOLE_K": k % bk == 0}
     # None is Triton's default: on Hopper, the whole sum in the tensor core's precision.
-    imprecise = bk if exact and scale is not None else None
+    imprecise = bk if exact and a.dtype == torch.float8_e4m3fn else None
     wrap_triton(_loka_product_kernel)[(triton.cdiv(m, bm) * triton.cdiv(n, bn), split)](
         a, b, *read, a if parts is None else parts, m, n16, k16, inverse_scale, **tiles, **follows,
         IMPRECISE=imprecise, num_stages=stages, num_warps=warps,

@@ -107,7 +107,7 @@ class LoweredModel(nn.Module):
 
 
 def lower(model: Path | PlannedGraph, products: ProductStrategy | None = None) -> LoweredModel:
-    """Lower a model to a module, on the CPU; `products` multiplies FP8, by default `ScaledMatMul`.
+    """Lower a model to a module, on the CPU; `products` multiplies eight bits, by default `ScaledMatMul`.
 
     Raises:
         ModelError: The file or its external data are missing, truncated or invalid.

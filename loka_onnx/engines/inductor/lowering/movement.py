@@ -66,7 +66,7 @@ def flatten(node: Node, x: Tensor) -> Tensor:
 
 @operator("Transpose", raw=True)
 def transpose(node: Node, x: Value) -> Value:
-    """Permute axes, including the channel axis of FP8 values."""
+    """Permute axes, including the channel axis of quantized values."""
     if isinstance(x, Dequantized):
         return x.permuted(node.get("perm", list(range(x.values.dim()))[::-1]))
     tensor = node.tensor(x)
@@ -94,7 +94,7 @@ def unsqueeze(node: Node, x: Tensor, axes: Value = None) -> Tensor:
 
 @operator("Concat", raw=True)
 def concat(node: Node, *parts: Value) -> Value:
-    """Concatenate; FP8 values of one scale stay FP8."""
+    """Concatenate; quantized values of one type and scale stay so."""
     axis = node.get("axis", 1)
     narrow = [part for part in parts if isinstance(part, Dequantized)]
     first = narrow[0] if narrow else None

@@ -6,10 +6,10 @@ Source: ONNX operators, `QuantizeLinear-23` and `DequantizeLinear-23`::
     DQ(q) = (q − z) · s
 
 FP8 saturates infinities too, keeps NaN, and has z = 0. The quotient is computed in FP32 in a BF16 or FP16
-graph too, the ``precision`` with which FP8 plans are measured.
+graph too, the ``precision`` with which quantized plans are measured.
 
-The module's strategy (`strategies`) multiplies two FP8 factors of a MatMul or Gemm and is recorded in
-`Scope.sites`; all other products are torch's, in the type of their factors.
+The module's strategy (`strategies`) multiplies two FP8 factors, or INT8 ones with z = 0, of a MatMul or Gemm
+and is recorded in `Scope.sites`; all other products are torch's, in the type of their factors.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from onnx import TensorProto
 from torch.nn import functional
 
 from loka_onnx.engines.inductor.lowering.node import Node, operator
-from loka_onnx.engines.inductor.lowering.strategies import FloatProduct, compiled_site
+from loka_onnx.engines.inductor.lowering.strategies import Factors, compiled_site
 from loka_onnx.engines.inductor.lowering.values import (
+    EIGHT_BITS,
     FLOAT8,
     TORCH_TYPES,
     Constant,
@@ -40,30 +41,31 @@ def quantize_linear(node: Node, x: Value, scale: Value, zero_point: Value = None
     values, factor = node.tensor(x), node.tensor(scale).to(torch.float32)
     target = _target(node, zero_point)
     spread = _spread(node, factor, values)
-    if target in _INTEGERS:
+    if target in _INTEGERS and (target not in EIGHT_BITS or not _is_zero(zero_point)):
         bounds = torch.iinfo(target)
         quotient = torch.round(values.to(torch.float32) / spread)
         if zero_point is not None:
             quotient = quotient + _spread(node, node.tensor(zero_point).to(torch.float32), values)
         return quotient.clamp(bounds.min, bounds.max).to(target)
-    if not node.get("saturate", 1):
+    if target in FLOAT8 and not node.get("saturate", 1):
         raise node.error("FP8 without saturation is not lowered", "saturate is 0")
     _check_zero(node, zero_point)
     wide = values.to(torch.float32)
     if values.is_cuda and isinstance(scale, Constant) and scale.array is not None and scale.array.size == 1:
         # Multiply by 1/s like the kernels of `kernels`, so that fused and unfused Q agree. The product is
-        # within one FP32 rounding of the quotient: only values that near to an FP8 boundary may cross it.
+        # within one FP32 rounding of the quotient: only values that near to a boundary may cross it.
         return saturated(wide * (1.0 / float(scale.array.astype("float32").reshape(()))), target)
     return saturated(wide / spread, target)
 
 
 @operator("DequantizeLinear", raw=True, wide=(1,))
 def dequantize_linear(node: Node, x: Value, scale: Value, zero_point: Value = None) -> Value:
-    """Keep FP8 values with their scale, which a product can take directly; convert integers to floats."""
+    """Keep eight-bit values with their scale, which a product can take directly; convert others to floats."""
     values, factor = node.tensor(x), node.tensor(scale).to(torch.float32)
     wide = TORCH_TYPES[node.attributes["output_dtype"]] if node.get("output_dtype", 0) else _type_of(scale)
     if values.dtype in FLOAT8:
         _check_zero(node, zero_point)
+    if values.dtype in EIGHT_BITS and _is_zero(zero_point):
         origin = scale if isinstance(scale, Constant) else None
         if factor.numel() == 1:
             return Dequantized(values, factor.reshape(()), wide, None, origin)
@@ -86,11 +88,16 @@ def _target(node: Node, zero_point: Value) -> torch.dtype:
     return target
 
 
-def _check_zero(node: Node, zero_point: Value) -> None:
+def _is_zero(zero_point: Value) -> bool:
+    """True without a zero point, or with one that is certainly 0 for all channels."""
     if isinstance(zero_point, Constant) and zero_point.array is not None:
-        offset = zero_point.array.astype("float32")
-        if offset.any():
-            raise node.error("the zero point of an FP8 tensor must be 0", f"it is {float(offset.max()):g}")
+        return not zero_point.array.astype("float32").any()
+    return zero_point is None
+
+
+def _check_zero(node: Node, zero_point: Value) -> None:
+    if not _is_zero(zero_point):
+        raise node.error("the zero point of an FP8 tensor must be 0", "it is another, or computed")
 
 
 def _type_of(value: Value) -> torch.dtype:
@@ -117,7 +124,7 @@ def _check_blocks(node: Node) -> None:
 def matmul(node: Node, a: Value, b: Value) -> Tensor:
     """A·B over the last two axes, broadcast over the others."""
     if isinstance(a, Dequantized) and isinstance(b, Dequantized):
-        return _multiply_float8(node, a, b, None)
+        return _multiply_quantized(node, a, b, None)
     left, right = node.tensor(a), node.tensor(b)
     _record_dense(node, (a, b), (left, right))
     return torch.matmul(left, right)
@@ -132,7 +139,7 @@ def gemm(node: Node, a: Value, b: Value, c: Value = None) -> Tensor:
         left = a.permuted([1, 0]) if node.get("transA", 0) else a
         right = b.permuted([1, 0]) if node.get("transB", 0) else b
         bias = _bias(addend, right.values.shape[1]) if alpha == beta == 1 else None
-        product = _multiply_float8(node, left, right, bias)
+        product = _multiply_quantized(node, left, right, bias)
     else:
         x, weight = node.tensor(a), node.tensor(b)
         _record_dense(node, (a, b), (x, weight))
@@ -157,7 +164,7 @@ def _bias(addend: Tensor | None, columns: int) -> Tensor | None:
     return addend.reshape(-1) if addend.dim() == 2 and addend.shape[0] == 1 else None
 
 
-def _multiply_float8(node: Node, a: Dequantized, b: Dequantized, bias: Tensor | None) -> Tensor:
+def _multiply_quantized(node: Node, a: Dequantized, b: Dequantized, bias: Tensor | None) -> Tensor:
     rows, columns = a.values.dim() - 2, b.values.dim() - 1
     if rows < 0 or columns < 1 or a.axis not in (None, rows) or b.axis not in (None, columns):
         left, right = a.materialize(), b.materialize()
@@ -166,7 +173,7 @@ def _multiply_float8(node: Node, a: Dequantized, b: Dequantized, bias: Tensor | 
         site = compiled_site(node.name, "dequantized", left, right, reason=reason)
         node.scope.sites[node.name] = site
         return product if bias is None else product + bias
-    factors = FloatProduct(node.name, a.values, a.scale, b.values, b.scale, bias, a.dtype)
+    factors = Factors(node.name, a.values, a.scale, b.values, b.scale, bias, a.dtype)
     (values,), node.scope.sites[node.name] = node.scope.products.multiply(factors)
     return values
 
@@ -175,7 +182,7 @@ def _record_dense(node: Node, values: tuple[Value, ...], factors: tuple[Tensor, 
     pairs = zip(node.inputs, values, strict=False)
     wide = [name for name, value in pairs if not isinstance(value, Dequantized)]
     mixed = len(wide) != len(values)
-    reason = f"FP8 of one factor only: '{wide[0]}' is not quantized" if mixed and wide else ""
+    reason = f"eight bits of one factor only: '{wide[0]}' is not quantized" if mixed and wide else ""
     kernel = "dequantized" if mixed else "dense"
     node.scope.sites[node.name] = compiled_site(node.name, kernel, *factors, reason=reason)
 

@@ -1,8 +1,8 @@
 """Nodes with their lowerings: evaluation, constant folding, and the layout of constants in buffers.
 
-An FP8 weight that a product reads as its right factor (K, N) is stored as (N, K) and read transposed, because
-cuBLASLt needs contiguous columns. The scale of a Q/DQ pair is stored in FP32, in which a BF16 graph computes
-too: no kernel converts it at run time.
+An FP8 or INT8 weight that a product reads as its right factor (K, N) is stored as (N, K) and read transposed,
+because matrix units read both factors along K. The scale of a Q/DQ pair is stored in FP32, in which a BF16
+graph computes too: no kernel converts it at run time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from loka_onnx.engines.inductor.lowering.node import Node, Operator
 from loka_onnx.engines.inductor.lowering.shape_arithmetic import ON_SHAPES, OnShapes
 from loka_onnx.engines.inductor.lowering.values import (
-    FLOAT8,
+    EIGHT_BITS,
     TORCH_TYPES,
     Constant,
     Dequantized,
@@ -128,7 +128,7 @@ def _folded(step: Step, constants: Mapping[str, Constant]) -> dict[str, Constant
     node = step.node
     if node.op_type == "Constant" and not node.domain:
         return _value_of(node)
-    # Dequantized weights stay FP8; operators of other domains may have kernels for one device only.
+    # Dequantized weights stay in eight bits; operators of other domains may have kernels for one device only.
     if node.domain or node.op_type == "DequantizeLinear":
         return None
     inputs = [constants.get(name) if name else None for name in node.inputs]
@@ -186,7 +186,7 @@ def store(
         is_wide = all(position in step.operator.wide for step, position in reads)
         columns = (
             tensor.dim() == 2
-            and tensor.dtype in FLOAT8
+            and tensor.dtype in EIGHT_BITS
             and any(position == 0 and step.node.outputs[0] in right for step, position in reads)
         )
         if reads and is_wide and tensor.is_floating_point():
@@ -217,6 +217,6 @@ def _reads(steps: Sequence[Step], constants: Mapping[str, Constant]) -> Iterable
             is_number = not constant.shape and constant.array is not None
             is_scalar = position in operator.scalars and is_number
             is_quantizer = node.op_type in {"QuantizeLinear", "DequantizeLinear"}
-            is_zero = is_quantizer and position == 2 and constant.dtype in FLOAT8
+            is_zero = is_quantizer and position == 2 and constant.dtype in EIGHT_BITS
             if not is_scalar and not is_zero:
                 yield step, position, constant

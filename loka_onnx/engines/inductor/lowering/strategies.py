@@ -1,11 +1,11 @@
-"""Strategies that compute the FP8 products and the fused products of a lowered graph.
+"""Strategies that compute the FP8 and INT8 products and the fused products of a lowered graph.
 
 With one activation scale sₐ, and a weight scale s_b for all columns or for each::
 
     (A·sₐ)(B·s_b) + c = (A B)·sₐ·s_b + c
 
 A product of the FP8 values, summed in FP32 and multiplied by the scales, therefore equals the product of the
-dequantized factors; only the order of sums differs.
+dequantized factors; only the order of sums differs. INT8 values are summed in INT32, exactly.
 """
 
 from __future__ import annotations
@@ -26,18 +26,24 @@ from loka_onnx.engines.tuned_kernels import simulated_mm
 _OUTPUTS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def to_float8(value: Tensor, scale: float) -> Tensor:
-    """E4M3FN of value over scale, saturated (ONNX QuantizeLinear, but for a tie that 1/scale moves)."""
-    return saturated(value.to(torch.float32) * (1.0 / scale), torch.float8_e4m3fn)
+LEAST_ROWS = 16
+"""`torch._int_mm` takes more rows than this."""
+LONGEST_K = 1 << 17
+"""K from which a sum of products of INT8 may exceed INT32: 2³¹ / (128 · 128)."""
+
+
+def quantized(value: Tensor, scale: float, target: torch.dtype) -> Tensor:
+    """Value over scale in eight bits (ONNX QuantizeLinear, but for a tie that 1/scale moves)."""
+    return saturated(value.to(torch.float32) * (1.0 / scale), target)
 
 
 @dataclass(frozen=True, eq=False)
-class FloatProduct:
-    """A product of FP8 factors, or of two factors of the result's type; `site` names its node.
+class Factors:
+    """A product of FP8 or INT8 factors, or of two factors of the result's type; `site` names its node.
 
     Attributes:
         a: Left factor (…, M, K).
-        scale_a: Its FP32 scale, of rank 0 or (M,) for each row; 1 for a factor that is not FP8.
+        scale_a: Its FP32 scale, of rank 0 or (M,) for each row; 1 for a factor that is not quantized.
         b: Right factor (…, K, N); a weight has contiguous columns, as cuBLASLt needs.
         scale_b: Its FP32 scale, of rank 0 or (N,) for each column.
         bias: Added to the result, (N,); or None.
@@ -61,11 +67,21 @@ class FloatProduct:
         return (self.scale_a * self.scale_b).expand(self.b.shape[1]).contiguous()
 
     @property
-    def is_float8(self) -> bool:
-        """True if both factors are FP8."""
+    def is_quantized(self) -> bool:
+        """True if both factors have eight bits."""
         return self.a.element_size() == self.b.element_size() == 1
 
-    def swapped(self) -> FloatProduct:
+    @property
+    def is_integer(self) -> bool:
+        """True if both factors are INT8."""
+        return self.a.dtype == self.b.dtype == torch.int8
+
+    @property
+    def may_overflow(self) -> bool:
+        """True if INT32 may not hold a sum of INT8 products."""
+        return self.is_integer and self.b.shape[-2] >= LONGEST_K
+
+    def swapped(self) -> Factors:
         """Transposed product Bᵀ Aᵀ, without the bias, which would belong to the rows."""
         a, b = self.b.transpose(-1, -2), self.a.transpose(-1, -2)
         return replace(self, a=a, scale_a=self.scale_b, b=b, scale_b=self.scale_a, bias=None, scale=None)
@@ -79,12 +95,14 @@ class Epilogue:
         cross: x0 and x of a cross layer, with the shape of the product; one tensor in the first layer.
         relu: Whether negative values become 0.
         scale: Scale of the quantized output; None: there is none.
+        narrow: Type of the quantized output.
         is_wide: Whether there is an output in the base precision.
     """
 
     cross: tuple[Tensor, ...] = ()
     relu: bool = False
     scale: float | None = None
+    narrow: torch.dtype = torch.float8_e4m3fn
     is_wide: bool = True
 
     def apply(self, value: Tensor) -> tuple[Tensor, ...]:
@@ -94,7 +112,7 @@ class Epilogue:
         if self.cross:
             value = value * self.cross[0] + self.cross[1]
         wide = (value,) if self.is_wide else ()
-        return wide if self.scale is None else (*wide, to_float8(value, self.scale))
+        return wide if self.scale is None else (*wide, quantized(value, self.scale, self.narrow))
 
     @property
     def is_first(self) -> bool:
@@ -127,13 +145,13 @@ def compiled_site(
 
 
 class ProductStrategy(ABC):
-    """Computes products of FP8 factors; runs during tracing, so it must not read elements."""
+    """Computes products of quantized factors; runs during tracing, so it must not read elements."""
 
     fuses_epilogue: ClassVar[bool] = False
     """True if one kernel computes the epilogue as well."""
 
     @abstractmethod
-    def multiply(self, product: FloatProduct, epilogue: Epilogue | None = None) -> Multiplied:
+    def multiply(self, product: Factors, epilogue: Epilogue | None = None) -> Multiplied:
         """Compute a product and the epilogue of a fused one."""
 
 
@@ -144,14 +162,15 @@ class PerSite(ProductStrategy):
     choices: Mapping[str, ProductStrategy]
     otherwise: ProductStrategy
 
-    def multiply(self, product: FloatProduct, epilogue: Epilogue | None = None) -> Multiplied:
+    def multiply(self, product: Factors, epilogue: Epilogue | None = None) -> Multiplied:
         """Compute a product by the strategy of its site."""
         return self.choices.get(product.site, self.otherwise).multiply(product, epilogue)
 
 
 @dataclass(frozen=True)
 class ScaledMatMul(ProductStrategy):
-    """`torch._scaled_mm` on CUDA, `simulated_mm` on the CPU; a dense product where nothing is FP8.
+    """A library's product: `torch._scaled_mm` of FP8 and `torch._int_mm` of INT8 on CUDA, `simulated_mm` on
+    the CPU; a dense product where nothing is quantized.
 
     The scales of a per-channel weight are multiplied in by the product (row-wise scales, (M, 1) and (1, N)),
     whose result is BF16 then, on CUDA; elsewhere behind a product whose result is FP32. With
@@ -161,14 +180,14 @@ class ScaledMatMul(ProductStrategy):
 
     fast_accumulation: bool = False
 
-    def multiply(self, product: FloatProduct, epilogue: Epilogue | None = None) -> Multiplied:
+    def multiply(self, product: Factors, epilogue: Epilogue | None = None) -> Multiplied:
         """Compute a product, with the epilogue as PyTorch operators."""
         values, site = self._product(product)
         return Multiplied((values,) if epilogue is None else epilogue.apply(values), site)
 
-    def _product(self, product: FloatProduct) -> tuple[Tensor, CompiledSite]:
+    def _product(self, product: Factors) -> tuple[Tensor, CompiledSite]:
         """Compute a product; with the weight on the left, as its transpose (Bᵀ Aᵀ)ᵀ."""
-        if not product.is_float8:
+        if not product.is_quantized:
             values = torch.nn.functional.linear(product.a, product.b.transpose(-1, -2), product.bias)
             return values, compiled_site(product.site, "dense", product.a, product.b)
         can_turn = product.a.dim() == 2 and product.scale_b.dim() == 0
@@ -186,12 +205,16 @@ class ScaledMatMul(ProductStrategy):
             values = values.transpose(-1, -2)
             values = values if product.bias is None else values + product.bias
         how = "weight on the left: the transposed product is computed" if turned else ""
-        factors, kernel = (product.a, product.b), "scaled_mm" if product.a.is_cuda else "simulated"
-        return values, compiled_site(product.site, kernel, *factors, engaged=True, reason=how)
+        kernel = _call(product).removeprefix("torch._") if product.a.is_cuda else "simulated"
+        site = compiled_site(product.site, kernel, product.a, product.b, engaged=True, reason=how)
+        return values, site
 
-    def _multiply_matrices(self, product: FloatProduct) -> Tensor:
+    def _multiply_matrices(self, product: Factors) -> Tensor:
         """Product of (M, K) and (K, N) with scales and bias, (M, N)."""
         bias, dtype = product.bias, product.dtype
+        if product.is_integer and product.a.is_cuda:
+            values = _integer_sums(product.a, product.b).to(torch.float32) * product.column_scale()
+            return (values if bias is None else values + bias).to(dtype)
         if product.scale_b.dim() == 0:
             # cuBLASLt adds a bias of the result's type, unless that is FP32.
             fused = bias if dtype is not torch.float32 else None
@@ -206,10 +229,10 @@ class ScaledMatMul(ProductStrategy):
         values = self._scaled_mm(unscaled, torch.float32, None) * product.scale_b
         return (values if bias is None else values + bias).to(dtype)
 
-    def _is_row_wise(self, product: FloatProduct) -> bool:
+    def _is_row_wise(self, product: Factors) -> bool:
         return product.a.is_cuda and product.dtype is torch.bfloat16
 
-    def _scaled_mm(self, product: FloatProduct, dtype: torch.dtype, bias: Tensor | None) -> Tensor:
+    def _scaled_mm(self, product: Factors, dtype: torch.dtype, bias: Tensor | None) -> Tensor:
         operands = (product.a, product.b, product.scale_a, product.scale_b)
         if not product.a.is_cuda:
             return simulated_mm(*operands, bias, dtype)
@@ -217,7 +240,15 @@ class ScaledMatMul(ProductStrategy):
         return torch._scaled_mm(*operands, bias=bias, out_dtype=dtype, use_fast_accum=fast)
 
 
-def _multiply_dequantized(product: FloatProduct, reason: str) -> tuple[Tensor, CompiledSite]:
+def _integer_sums(a: Tensor, b: Tensor) -> Tensor:
+    """INT32 product of INT8 matrices; too few rows for `torch._int_mm`, or unknown ones, are padded."""
+    rows = a.shape[0]
+    is_enough = isinstance(rows, int) and rows > LEAST_ROWS
+    padded = a if is_enough else torch.nn.functional.pad(a, (0, 0, 0, LEAST_ROWS))
+    return torch._int_mm(padded, b)[:rows]
+
+
+def _multiply_dequantized(product: Factors, reason: str) -> tuple[Tensor, CompiledSite]:
     """Multiply ``values · scale`` of both factors as floats of the result's type."""
     a = product.a.to(torch.float32) * _beside(product.scale_a, product.a, -2)
     b = product.b.to(torch.float32) * _beside(product.scale_b, product.b, -1)
@@ -232,21 +263,28 @@ def _beside(scale: Tensor, factor: Tensor, axis: int) -> Tensor:
     return scale if scale.dim() == 0 else along_axis(scale, axis % factor.dim(), factor.dim())
 
 
-def _why_not(product: FloatProduct) -> str:
-    """Reason why `torch._scaled_mm` cannot compute a product; empty when it can."""
+def _why_not(product: Factors) -> str:
+    """Reason why the library's call cannot compute a product; empty when it can."""
+    call, multiple = _call(product), 8 if product.is_integer else MULTIPLE
     if product.b.dim() != 2 or product.a.dim() < 2:
         ranks = f"ranks {product.a.dim()} and {product.b.dim()}"
-        return f"torch._scaled_mm multiplies by a matrix, these factors have {ranks}"
+        return f"{call} multiplies by a matrix, these factors have {ranks}"
     if product.scale_a.dim():
-        return "torch._scaled_mm takes one scale of a left factor that is not constant"
+        return f"{call} takes one scale of a left factor that is not constant"
     k, n = product.b.shape
-    if k % MULTIPLE or n % MULTIPLE:
-        return f"K {k} and N {n} are not both multiples of {MULTIPLE}"
-    if product.a.dtype == product.b.dtype == torch.float8_e5m2:
-        return "torch._scaled_mm does not multiply E5M2 by E5M2"
+    if k % multiple or n % multiple or product.may_overflow:
+        sums = f"sums of K {k} products may exceed INT32"
+        return sums if product.may_overflow else f"K {k} and N {n} are not both multiples of {multiple}"
+    kinds = {product.a.dtype, product.b.dtype}
+    if kinds == {torch.float8_e5m2} or (torch.int8 in kinds and not product.is_integer):
+        return f"{call} does not multiply {' by '.join(map(short_name, (product.a.dtype, product.b.dtype)))}"
     if product.dtype not in _OUTPUTS:
-        return f"torch._scaled_mm gives no {short_name(product.dtype)}"
+        return f"{call} gives no {short_name(product.dtype)}"
     return ""
+
+
+def _call(product: Factors) -> str:
+    return "torch._int_mm" if product.is_integer else "torch._scaled_mm"
 
 
 @dataclass(frozen=True)
@@ -286,10 +324,10 @@ class TiledProduct(ProductStrategy):
     fuses_epilogue: ClassVar[bool] = True
     tile: Tile
 
-    def multiply(self, product: FloatProduct, epilogue: Epilogue | None = None) -> Multiplied:
+    def multiply(self, product: Factors, epilogue: Epilogue | None = None) -> Multiplied:
         """Compute a product with an epilogue by the kernel if its sizes allow; any other by the library."""
         is_multiple = not any(length % MULTIPLE for length in product.b.shape)
-        if epilogue is None or not product.a.is_cuda or not is_multiple:
+        if epilogue is None or not product.a.is_cuda or not is_multiple or product.may_overflow:
             return ScaledMatMul().multiply(product, epilogue)
         from loka_onnx.engines.inductor.kernels import triton_product as kernel
 
@@ -301,15 +339,16 @@ class TiledProduct(ProductStrategy):
             product.a.reshape(-1, k).contiguous(),
             # Free, unless a tied weight is stored in the other layout.
             product.b.t().contiguous(),
-            product.column_scale() if product.is_float8 else None,
+            product.column_scale() if product.is_quantized else None,
             product.bias,
             x0,
             x,
             0.0 if epilogue.scale is None else 1.0 / epilogue.scale,
             epilogue.relu,
             product.dtype if epilogue.is_wide else None,
+            epilogue.narrow,
             tile.numbers(),
         )
         how, factors = f"triton {tile}", (product.a, product.b)
-        site = compiled_site(product.site, how, *factors, engaged=product.is_float8)
+        site = compiled_site(product.site, how, *factors, engaged=product.is_quantized)
         return Multiplied(tuple(each.reshape(*lead, n) for each in outputs), site)

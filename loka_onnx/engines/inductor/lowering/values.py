@@ -5,7 +5,7 @@ Most are torch tensors. Three other kinds last until an operator needs their ele
 - a `Constant` is known before the module runs; most become buffers;
 - a `ShapeValue` is a few numbers that come from shapes. `torch.export` makes them symbols, so that a Reshape
   to a computed shape follows the batch;
-- a `Dequantized` is FP8 values with their scale. A matrix product of two of them multiplies the FP8 values;
+- a `Dequantized` is FP8 or INT8 values with their scale. A matrix product of two of them multiplies these;
   every other operator reads ``values · scale``.
 """
 
@@ -43,6 +43,8 @@ TORCH_TYPES: dict[int, torch.dtype] = {
 }
 """Torch type of each ONNX element type that is lowered."""
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+EIGHT_BITS = (*FLOAT8, torch.int8)
+"""Types that products multiply with a scale, and zero point 0."""
 _NOT_IN_NUMPY = {"bfloat16", "float8_e4m3fn", "float8_e5m2"}
 """Types that torch exchanges with NumPy only as integers; torch and ml_dtypes give them one name."""
 
@@ -110,7 +112,7 @@ class ShapeValue:
 
 @dataclass(frozen=True, eq=False)
 class Dequantized:
-    """FP8 values that represent ``values · scale``.
+    """FP8 or INT8 values that represent ``values · scale``.
 
     Attributes:
         scale: FP32, of rank 0, or (channels,) for one scale per index of `axis`.
@@ -126,7 +128,7 @@ class Dequantized:
     origin: Constant | None
 
     def materialize(self) -> torch.Tensor:
-        """Compute ``values · scale``, rounded once to `dtype`: FP8 values are exact in FP32."""
+        """Compute ``values · scale``, rounded once to `dtype`: eight-bit values are exact in FP32."""
         scale = self.scale
         if self.axis is not None:
             scale = along_axis(scale, self.axis, self.values.dim())
@@ -138,9 +140,11 @@ class Dequantized:
         return replace(self, values=self.values.permute(order), axis=axis)
 
     def has_scale_of(self, other: Dequantized) -> bool:
-        """True if both have the same constant scale for all of their elements."""
+        """True if both have one type, and the same constant scale for all of their elements."""
         mine, theirs = self.origin, other.origin
-        if self.axis is not None or other.axis is not None or mine is None or theirs is None:
+        if self.values.dtype != other.values.dtype or mine is None or theirs is None:
+            return False
+        if self.axis is not None or other.axis is not None:
             return False
         return mine is theirs or (
             mine.array is not None and theirs.array is not None and np.array_equal(mine.array, theirs.array)
@@ -157,9 +161,10 @@ def along_axis(vector: torch.Tensor, axis: int, rank: int) -> torch.Tensor:
 
 
 def saturated(values: torch.Tensor, target: torch.dtype) -> torch.Tensor:
-    """Round to an FP8 type; values beyond its range become its largest numbers, NaN is kept."""
-    limit = torch.finfo(target).max
-    return values.clamp(-limit, limit).to(target)
+    """Round to FP8 or INT8, ties to even; values beyond its range become its limits, FP8 keeps NaN."""
+    bounds = torch.finfo(target) if target.is_floating_point else torch.iinfo(target)
+    rounded = values if target.is_floating_point else torch.round(values)
+    return rounded.clamp(bounds.min, bounds.max).to(target)
 
 
 def numbers_of(constant: Constant) -> ShapeValue | None:

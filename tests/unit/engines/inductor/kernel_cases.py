@@ -68,12 +68,19 @@ class Product:
     base: Any
 
     @classmethod
-    def of(cls, draw: Draw, shape: tuple[int, int, int], ends: str, *, float8: bool = True) -> Product:
+    def of(
+        cls, draw: Draw, shape: tuple[int, int, int], ends: str, *, float8: bool = True, integer: bool = False
+    ) -> Product:
         m, n, k = shape
         a, b, scale = draw(m, k), draw(n, k, scale=k**-0.5), None
         if float8:
             a, b = draw(m, k, scale=60.0, base=FP8), draw(n, k, scale=60.0, base=FP8)
             scale = (torch.rand(n, device=draw.device) + 1.0) / (60 * 60 * k**0.5)
+        if integer:
+            a, b = (
+                torch.randint(-128, 128, (rows, k), dtype=torch.int8, device=draw.device) for rows in (m, n)
+            )
+            scale = (torch.rand(n, device=draw.device) + 1.0) / (74 * 74 * k**0.5)
         bias = draw(n) if "bias" in ends else None
         x0 = draw(m, n) if "cross" in ends else None
         x = None if "first" in ends or x0 is None else draw(m, n)
@@ -85,9 +92,16 @@ class Product:
         return cls((a, b, scale, bias, x0, x), z, "relu" in ends, draw.base)
 
     def run(
-        self, kernel: Callable[..., Any], tile: Any, inverse_scale: float = 0.0, *, wide: bool = True
+        self,
+        kernel: Callable[..., Any],
+        tile: Any,
+        inverse_scale: float = 0.0,
+        *,
+        wide: bool = True,
+        narrow: Any = FP8,
     ) -> Any:
-        return kernel(*self.arguments, inverse_scale, self.relu, self.base if wide else None, list(tile))
+        ends = (inverse_scale, self.relu, self.base if wide else None, narrow, list(tile))
+        return kernel(*self.arguments, *ends)
 
 
 def heads_of_one_product(draw: Draw, sizes: tuple[int, int, int, int], batch: int) -> tuple[Any, Any, Any]:

@@ -169,7 +169,7 @@ def test_the_batch_stays_open(tmp_path: Path) -> None:
 
 
 Q8, K8, V8 = quantized("q", "s8", "qd"), quantized("kt", "s8", "kd"), quantized("v", "s8", "vd")
-FLOAT8 = "a product of it is planned in FP8"
+FLOAT8 = "a product of it is planned in eight bits"
 # The lowering multiplies what is moved in FP8; a fused attention would multiply what it is dequantized to.
 MOVED = f"{Q8} {K8} qm = Gather<axis=1>(qd, order) km = Gather<axis=1>(kd, order)"
 FEW_KEYS = "fk = Slice(kt, n0, until, n3) fv = Slice(v, n0, until, n2)"

@@ -24,7 +24,7 @@ from loka_onnx.engines.inductor.choosing import (
 from loka_onnx.engines.inductor.compile import compiled_sites
 from loka_onnx.engines.inductor.lowering.strategies import (
     Epilogue,
-    FloatProduct,
+    Factors,
     ProductStrategy,
     ScaledMatMul,
     Tile,
@@ -62,14 +62,14 @@ def test_the_fastest_allowed_kernel_at_the_sizes_of_a_program_is_taken() -> None
     assert choices(found, 256) == {"fc": LARGE, "other": ScaledMatMul()}
 
 
-def product(dtype: torch.dtype) -> FloatProduct:
+def product(dtype: torch.dtype) -> Factors:
     one = torch.ones(())
     a, b = torch.randn(8, 32).to(dtype), torch.randn(16, 32).to(dtype).t()
     wide = torch.bfloat16 if dtype is FP8 else dtype
-    return FloatProduct("fc", a, one, b, one, torch.randn(16).to(wide), wide)
+    return Factors("fc", a, one, b, one, torch.randn(16).to(wide), wide)
 
 
-def long_product(dtype: torch.dtype) -> FloatProduct:
+def long_product(dtype: torch.dtype) -> Factors:
     given = product(dtype)
     return replace(given, a=given.a.repeat(1, 64), b=given.b.repeat(64, 1))
 
@@ -138,7 +138,7 @@ def test_candidates_for_long_and_wide_factors() -> None:
 
 
 def test_k_is_split_where_there_are_few_tiles() -> None:
-    def splits(which: FloatProduct, rows: int = 8) -> list[int]:
+    def splits(which: Factors, rows: int = 8) -> list[int]:
         found = tiles_of(Chooser(8, (rows, 10 * rows)).candidates(which))
         return [tile.split for tile in found if tile.split > 1]
 
@@ -154,7 +154,7 @@ def test_k_is_split_where_there_are_few_tiles() -> None:
 def test_an_exact_tile_is_timed_where_its_fast_sums_are_too_far_off(monkeypatch: pytest.MonkeyPatch) -> None:
     refused = f"triton {TILES[0]}"
 
-    def error(strategy: ProductStrategy, given: FloatProduct) -> float:
+    def error(strategy: ProductStrategy, given: Factors) -> float:
         return 0.5 if isinstance(strategy, TiledProduct) and f"triton {strategy.tile}" == refused else 1e-6
 
     monkeypatch.setattr(choosing, "_time_product", lambda case: 1.0)
@@ -168,7 +168,7 @@ def test_an_exact_tile_is_timed_where_its_fast_sums_are_too_far_off(monkeypatch:
 @pytest.mark.parametrize("dtype", [FP8, torch.bfloat16])
 def test_large_weights_are_timed_as_they_come_from_memory(dtype: torch.dtype) -> None:
     one, large = torch.ones(()), torch.randn(1024, 4096).to(dtype).t()
-    given = FloatProduct("fc", torch.randn(8, 4096).to(dtype), one, large, one, None, torch.bfloat16)
+    given = Factors("fc", torch.randn(8, 4096).to(dtype), one, large, one, None, torch.bfloat16)
     turns = with_weights_in_turn(given)
     weights = [each.b for each in turns]
     assert len({weight.data_ptr() for weight in weights}) == len(weights) == CACHE_BYTES // large.nbytes

@@ -23,10 +23,10 @@ from lowering_models import (  # noqa: E402
 )
 from onnx_text import parsed  # noqa: E402
 
-from loka_onnx.core.formats import E4M3FN, E5M2, NumberFormat  # noqa: E402
+from loka_onnx.core.formats import E4M3FN, E5M2, INT8, NumberFormat  # noqa: E402
 from loka_onnx.engines.inductor.lowering.strategies import (  # noqa: E402
     Epilogue,
-    FloatProduct,
+    Factors,
     Multiplied,
     PerSite,
     ProductStrategy,
@@ -45,9 +45,9 @@ X_SCALE, W_SCALE = np.float32(0.0087890625), np.float32(0.00177001953125)
 
 @dataclass(frozen=True)
 class Watch(ProductStrategy):
-    seen: list[FloatProduct] = field(default_factory=list)
+    seen: list[Factors] = field(default_factory=list)
 
-    def multiply(self, product: FloatProduct, epilogue: Epilogue | None = None) -> Multiplied:
+    def multiply(self, product: Factors, epilogue: Epilogue | None = None) -> Multiplied:
         self.seen.append(product)
         return ScaledMatMul().multiply(product, epilogue)
 
@@ -86,7 +86,9 @@ PRODUCTS = {
 }
 
 
-def product_model(product: Product, kind: Any, *, per_channel: bool) -> tuple[onnx.ModelProto, Array, Array]:
+def product_model(
+    product: Product, kind: Any, *, per_channel: bool, format: NumberFormat = E4M3FN
+) -> tuple[onnx.ModelProto, Array, Array]:
     """The graph in a base type, and both factors after Q/DQ in float64."""
     x = RANDOM.normal(size=product.x).astype(np.float32)
     w = RANDOM.normal(size=product.w).astype(np.float32) / np.sqrt(32)
@@ -94,7 +96,9 @@ def product_model(product: Product, kind: Any, *, per_channel: bool) -> tuple[on
     axis = 1 - product.formula.split("->")[0].split(",")[1].index("k") if per_channel else None
     if axis is not None:
         scale = np.linspace(0.001, 0.004, product.w[axis]).astype(kind).astype(np.float32)
-    stored = quantize(w, scale, E4M3FN, axis)
+    if format is INT8:
+        scale = scale * 8
+    stored = quantize(w, scale, format, axis)
     # Casts to FP32 do nothing there.
     base = onnx.helper.np_dtype_to_tensor_dtype(np.dtype(kind))
     attribute = f"<axis={axis}>" if per_channel else ""
@@ -104,14 +108,14 @@ def product_model(product: Product, kind: Any, *, per_channel: bool) -> tuple[on
     )
     constants = {
         **{"sx": np.array(X_SCALE).astype(kind), "sw": np.asarray(scale).astype(kind), "w8": stored},
-        **{"z": ZERO, "zw": np.zeros(np.shape(scale), E4M3)},
+        **{"z": np.zeros((), storage_type(format)), "zw": np.zeros(np.shape(scale), storage_type(format))},
         **{"first": np.array([0]), "sizes": np.array([1, 3]), "c": RANDOM.normal(size=48).astype(kind)},
     }
     free = ",".join(product.formula.split("->")[1])
     lengths = ",".join(["batch", *map(str, product.x[1:])])
     proto = parsed(text, constants, inputs=f"float[{lengths}] x", outputs=f"float[{free}] out")
     rounded = x.astype(kind).astype(np.float32)
-    wide = dequantize(quantize(rounded, X_SCALE, E4M3FN), X_SCALE).astype(np.float64)
+    wide = dequantize(quantize(rounded, X_SCALE, format), X_SCALE).astype(np.float64)
     expected = np.einsum(product.formula, wide, dequantize(stored, scale, axis).astype(np.float64))
     if "Concat" in product.text:
         expected = np.concatenate([expected[:, 1:], expected[:, :1]], axis=1)
@@ -120,16 +124,19 @@ def product_model(product: Product, kind: Any, *, per_channel: bool) -> tuple[on
     return proto, x, expected
 
 
+@pytest.mark.parametrize("format", [E4M3FN, INT8], ids=str)
 @pytest.mark.parametrize("per_channel", [False, True])
 @pytest.mark.parametrize("kind", [np.float32, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("name", PRODUCTS)
-def test_products_of_float8_multiply_float8(name: str, kind: Any, per_channel: bool, tmp_path: Path) -> None:
-    proto, x, expected = product_model(PRODUCTS[name], kind, per_channel=per_channel)
+def test_products_of_eight_bits_multiply_them(
+    name: str, kind: Any, per_channel: bool, format: NumberFormat, tmp_path: Path
+) -> None:
+    proto, x, expected = product_model(PRODUCTS[name], kind, per_channel=per_channel, format=format)
     model = lowered(proto, tmp_path)
     found = run(model, {"x": x})[0]
     site = model.sites["fc"]
     assert (site.kernel, site.engaged) == ("simulated", True), site.reason
-    assert site.operands == ("float8_e4m3fn", "float8_e4m3fn")
+    assert site.operands == (format.storage,) * 2
     assert site.reason == ("weight on the left: the transposed product is computed" if "left" in name else "")
     scales = [value for key, value in model.named_buffers() if key in {"weights.sx", "weights.sw"}]
     assert [value.dtype for value in scales] == [torch.float32] * 2
@@ -222,7 +229,7 @@ def test_a_factor_that_is_not_quantized_is_told(text: str, wide: str, tmp_path: 
     x = RANDOM.normal(size=(4, 32)).astype(np.float32)
     found = run(model, {"x": x})[0]
     done = model.sites["fc"]
-    reason = f"FP8 of one factor only: '{wide}' is not quantized" if wide else ""
+    reason = f"eight bits of one factor only: '{wide}' is not quantized" if wide else ""
     assert (done.kernel, done.engaged, done.reason) == ("dequantized" if wide else "dense", False, reason)
     np.testing.assert_allclose(found, reference(proto, {"x": x})[0], atol=2e-5)
 
@@ -252,7 +259,10 @@ def test_readers_beside_the_product_nan_and_infinity(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("left", "right", "reason"),
-    [(STORED_E5M2, E4M3, ""), (STORED_E5M2, STORED_E5M2, "torch._scaled_mm does not multiply E5M2 by E5M2")],
+    [
+        (STORED_E5M2, E4M3, ""),
+        (STORED_E5M2, STORED_E5M2, "torch._scaled_mm does not multiply float8_e5m2 by float8_e5m2"),
+    ],
 )
 def test_formats_that_can_be_multiplied(left: Any, right: Any, reason: str, tmp_path: Path) -> None:
     w = (RANDOM.normal(size=(32, 48)) * 8).astype(right)

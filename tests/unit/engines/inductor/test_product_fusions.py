@@ -61,9 +61,9 @@ def check(graph, model, x, z):
 def test_a_product_takes_along_what_follows(bias, behind, outputs, tmp_path):
     model = product(bias, behind, outputs)
     graph, report = fused(model, tmp_path)
-    assert sites_of(report, "float8-product") == [("fc",)]
+    assert sites_of(report, "quantized-product") == [("fc",)]
     left = ops(graph)
-    assert f"{DOMAIN}::Float8Product" in left
+    assert f"{DOMAIN}::QuantizedProduct" in left
     assert not {"Gemm", "Relu", "Add", "Mul"} & set(left)
     assert left.count("QuantizeLinear") == 1
     c, x = model.wide(), model.rows()
@@ -77,7 +77,7 @@ def test_both_scales_are_multiplied_when_the_graph_is_fused(tmp_path):
     """An engine would multiply them in every request, in a kernel of its own."""
     model = product(bias=True, behind="relu")
     graph, _ = fused(model, tmp_path)
-    (made,) = [node for node in graph.nodes if node.op == f"{DOMAIN}::Float8Product"]
+    (made,) = [node for node in graph.nodes if node.op == f"{DOMAIN}::QuantizedProduct"]
     wanted = model.constants["ws"].astype(np.float32) * model.constants["s"].astype(np.float32)
     np.testing.assert_array_equal(made.reads(8).values, wanted)
 
@@ -103,7 +103,7 @@ def test_where_a_product_ends(tmp_path):
     assert fused(half("relu", width=13), tmp_path)[1].fused == {}
     # What it reads leaves the graph as well: the product ends there.
     graph, report = fused(product(behind="relu").then("before = Identity(g)", "wide", "before"), tmp_path)
-    assert sites_of(report, "float8-product") == [("fc",)]
+    assert sites_of(report, "quantized-product") == [("fc",)]
     assert "Relu" in ops(graph)
 
 
@@ -149,7 +149,7 @@ def test_products_that_share_a_weight_share_its_transpose() -> None:
 def test_broadcast_rows_and_scales_of_rows_are_not_taken_for_others(tmp_path):
     scales = np.abs(bf16(32)) * BF16(0.01) + BF16(0.005)
     model = product().but("<axis=0>", "<axis=1>", ws=scales, wz=np.zeros(32, FP8))
-    assert "float8-product" not in unchanged(model, tmp_path).fused
+    assert "quantized-product" not in unchanged(model, tmp_path).fused
     model = product(outputs="").then(
         "row = Cast<to=16>(row32) gm = Mul(row, g) wide = Add(gm, row)",
         "wide",
@@ -183,7 +183,7 @@ def test_what_is_printed_of_declined_fusions_is_read_back(tmp_path, monkeypatch,
     path = Model((8,), "y = Relu(x)", {}).save(tmp_path / "planned.onnx")
     declined = {
         "factorization-norm": ("norm/0: the kernel multiplies BF16 and FP16", "norm/1: 40000 elements"),
-        "float8-product": ("fc: its activation has several scales",),
+        "quantized-product": ("fc: its activation has several scales",),
     }
     monkeypatch.setattr(compiling, "fuse", lambda graph: FusionReport({}, declined))
     compiling.planned_graph(path, fuses=True)

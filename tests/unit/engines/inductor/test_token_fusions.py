@@ -128,7 +128,7 @@ def test_what_looks_alike_is_left_alone(tmp_path):
     assert fused(other, tmp_path)[1].fused == {}
     swapped = residual().but("Concat<axis=1>(own, l)", "Concat<axis=1>(l, own)")
     assert "token-residual-norm" not in fused(swapped, tmp_path)[1].fused
-    graph, report = fused(with_q(factorization()).then("", zero=np.array(0, np.int8)), tmp_path)
+    graph, report = fused(with_q(factorization()).then("", zero=np.array(0, np.uint8)), tmp_path)
     assert "factorization-norm" in report.fused
     assert "QuantizeLinear" in ops(graph)
 

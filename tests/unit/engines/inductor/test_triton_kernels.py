@@ -50,9 +50,9 @@ def factorization() -> None:
     """Sizes that are no powers of two, so that masks matter."""
     for shape in ((12, 16, 8), (16, 24, 16), (27, 16, 5)):
         arguments, exact = interaction(DRAW, shape, 3)
-        found = triton_norms.factorization_norm(*arguments, 1e-5, 0.0, False)
+        found = triton_norms.factorization_norm(*arguments, 1e-5, 0.0, None)
         close(found, exact, 2 * ULP, 8 * ULP)
-        narrow = triton_norms.factorization_norm(*arguments, 1e-5, 64.0, True)
+        narrow = triton_norms.factorization_norm(*arguments, 1e-5, 64.0, FP8)
         quantized(narrow, exact * 64, 2.0**-4 + 4 * ULP, 64 * 8 * ULP)
 
 
@@ -77,6 +77,23 @@ def product() -> None:
         assert torch.equal(only, wide)
 
 
+def integer_product() -> None:
+    """Sums are exact: values are those of the formula in float64, rounded once, and so are quantized ones."""
+    tiles = (SMALL_TILE, [32, 16, 32, 2, 4, 1, 1], [16, 32, 32, 2, 4, 1, 4])
+    for ends in ENDS:
+        case = Product.of(Draw(torch.float32, "cpu"), (21, 48, 80), ends, integer=True)
+        for tile in tiles:
+            wide, narrow = case.run(triton_product.product, tile, 40.0, narrow=torch.int8)
+            close(wide, case.exact, 1e-6, 1e-6)
+            integers(narrow, wide.double() * 40)
+
+
+def integers(found: torch.Tensor, exact: torch.Tensor) -> None:
+    """Ties to even and saturated, with both ends of the range."""
+    assert found.dtype is torch.int8
+    assert torch.equal(found.double(), torch.round(exact).clamp(-128, 127))
+
+
 def half_product() -> None:
     """Factors that are not quantized have no scale."""
     case = Product.of(DRAW, (21, 48, 80), "bias, relu", float8=False)
@@ -90,10 +107,13 @@ def concat() -> None:
     for m, first, second in ((21, 128, 256), (40, 48, 100), (3, 128, 70)):
         a, b = DRAW(m, first), torch.randn(m, second)
         exact = torch.cat([a, b.to(HALF)], dim=1)
-        wide, narrow = triton_concats.concat_quantize(a, b, 64.0, HALF, True)
+        wide, narrow = triton_concats.concat_quantize(a, b, 64.0, HALF, True, FP8)
         torch.testing.assert_close(wide, exact, rtol=0, atol=0)
         quantized(narrow, exact.double() * 64, 2.0**-4, 2.0**-9)
-        (only,) = triton_concats.concat_quantize(a, b, 64.0, HALF, False)
+        _, whole = triton_concats.concat_quantize(a, b, 64.0, HALF, True, torch.int8)
+        integers(whole, exact.double() * 64)
+        assert whole.min() == -128 and whole.max() == 127
+        (only,) = triton_concats.concat_quantize(a, b, 64.0, HALF, False, FP8)
         assert torch.equal(only.view(torch.uint8), narrow.view(torch.uint8))
 
 
@@ -103,12 +123,12 @@ def token_concat() -> None:
         for mix_first in (True, False):
             arguments, exact = tokens(DRAW, sizes, mix_first, 3)
             kernel = triton_concats.token_concat
-            wide, narrow = kernel(*arguments, 64.0, HALF, mix_first, True, True)
+            wide, narrow = kernel(*arguments, 64.0, HALF, mix_first, True, FP8)
             close(wide, exact, 2 * ULP, 4 * ULP)
             quantized(narrow, wide.double() * 64, 2.0**-4, 2.0**-9)
-            (only,) = kernel(*arguments, 0.0, HALF, mix_first, True, False)
+            (only,) = kernel(*arguments, 0.0, HALF, mix_first, True, None)
             assert torch.equal(only, wide)
-            (only,) = kernel(*arguments, 64.0, HALF, mix_first, False, True)
+            (only,) = kernel(*arguments, 64.0, HALF, mix_first, False, FP8)
             assert torch.equal(only.view(torch.uint8), narrow.view(torch.uint8))
 
 
@@ -151,7 +171,8 @@ def attention_masks() -> None:
     close(found[-1], v[-1].double().mean(1)[None].expand(queries, heads, d), 2 * ULP, 4 * ULP)
 
 
-KERNELS = (factorization, token_norm, product, half_product, concat, token_concat, attention, attention_masks)
+KERNELS = (factorization, token_norm, product, integer_product, half_product, concat, token_concat)
+KERNELS += (attention, attention_masks)
 
 
 @pytest.fixture(scope="module")
