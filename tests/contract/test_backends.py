@@ -36,7 +36,7 @@ class Subject:
     architecture: str
     base: Precision
     float8: str
-    float8_weight: str
+    narrow_weight: str
 
 
 def tensorrt_device() -> tuple[str, str]:
@@ -185,7 +185,7 @@ def test_fp8_is_engaged_where_it_was_planned(
     for site in artifact.sites:
         assert site.planned == "fp8"
         assert site.engaged, site.evidence
-        assert told(subject, site) == (subject.float8, subject.float8_weight)
+        assert told(subject, site) == (subject.float8, subject.narrow_weight)
     assert artifact.simulated == (subject.backend.name in {"onnxruntime", "migraphx", "inductor"})
 
 

@@ -80,7 +80,7 @@ def written(
 
 
 def product(w: GraphWriter, x: str, name: str) -> str:
-    weight, bias = w.float8_weight(name, (WIDTH, WIDTH)), w.constant("b", np.ones(WIDTH))
+    weight, bias = w.narrow_weight(name, (WIDTH, WIDTH)), w.constant("b", np.ones(WIDTH))
     inputs = [w.quantized(x, f"{name}/x"), weight, bias]
     y = w.op("Gemm", inputs, name, transB=1)
     w.site(name, SiteKind.LINEAR, WIDTH, WIDTH, y)
@@ -153,7 +153,7 @@ def test_what_stands_between_a_dq_and_a_product_moves_fp8(kind: str, tmp_path: P
     w = GraphWriter(Precision.BF16)
     h = w.op("Relu", [product(w, w.enter("x"), "fc0")], "relu")
     moved = movement(w, kind, w.quantized(h, "fc/x"))
-    y = w.op("MatMul", [moved, w.float8_weight("fc", (WIDTH, WIDTH))], "fc")
+    y = w.op("MatMul", [moved, w.narrow_weight("fc", (WIDTH, WIDTH))], "fc")
     w.leave(w.op("ReduceMax", [y], "pool", keepdims=0))
     model = written(w, [], opset=21)
     onnx.checker.check_model(model, full_check=True)

@@ -45,7 +45,7 @@ def ranker(folder: Path, base: Precision, *, fp8: bool) -> TinyModel:
     w.site("norm", SiteKind.NORM, 64, 0, x)
     for index, (k, n) in enumerate(pairwise(WIDTHS)):
         name = f"fc{index}"
-        weight = w.float8_weight(name, (k, n), 1 if index == 1 else None) if fp8 else w.weight(name, (k, n))
+        weight = w.narrow_weight(name, (k, n), 1 if index == 1 else None) if fp8 else w.weight(name, (k, n))
         x = w.op("MatMul", [w.quantized(x, f"{name}/x") if fp8 else x, weight], name)
         w.site(name, SiteKind.LINEAR, k, n, x)
         x = w.op("Relu", [x], f"relu{index}")

@@ -106,7 +106,7 @@ def test_a_residual_norm_in_16_bits(tmp_path: Path, base: Precision) -> None:
     norm = w.op(
         "LayerNormalization", [x, w.constant("g", np.ones(64)), w.constant("b", np.zeros(64))], "norm"
     )
-    y = w.op("MatMul", [w.quantized(norm, "fc/x"), w.float8_weight("fc", (64, 64), 1)], "fc")
+    y = w.op("MatMul", [w.quantized(norm, "fc/x"), w.narrow_weight("fc", (64, 64), 1)], "fc")
     w.site("fc", SiteKind.LINEAR, 64, 64, y)
     w.leave(w.op("Add", [y, norm], "residual"))
     path = w.save(tmp_path / "model.onnx", {"x": (64,)})

@@ -1,10 +1,10 @@
-"""What TensorRT for RTX does with FP8 sites, read from its own compiled graphs: the backend's table."""
+"""What TensorRT for RTX does with FP8 and INT8 sites, read from its own compiled graphs: the backend's table."""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,8 @@ import pytest
 from tiny_models import GraphWriter, TinyModel, make_plan, mlp, request_for, write_sample
 
 from loka_onnx.core.engine import EngineArtifact, SitePrecision
-from loka_onnx.core.formats import Precision
-from loka_onnx.core.site import SiteKind
+from loka_onnx.core.formats import E4M3FN, INT8, NumberFormat, Precision
+from loka_onnx.core.site import Site, SiteKind
 from loka_onnx.engines.request import BatchRange, BuildRequest
 from loka_onnx.engines.tensorrt.backend import TensorRtRtxBackend
 from loka_onnx.engines.tensorrt.build import BuildSettings, build_engine
@@ -30,6 +30,7 @@ trt = pytest.importorskip("tensorrt_rtx", reason="needs tensorrt_rtx: its claims
 
 Shape = tuple[int, ...]
 Body = Callable[[GraphWriter, str], str]
+ONE_SITE = Site("fc", SiteKind.LINEAR, "MatMul", (), "fc:0", 64, 64, 1)
 
 
 @dataclass(frozen=True)
@@ -39,16 +40,21 @@ class Compiled:
 
 
 def compile_body(
-    folder: Path, body: Body, shape: Shape, base: Precision = Precision.BF16, architecture: str = "sm89"
+    folder: Path,
+    body: Body,
+    shape: Shape,
+    base: Precision = Precision.BF16,
+    architecture: str = "sm89",
+    format: NumberFormat = E4M3FN,
 ) -> Compiled:
-    """Build a model of one input in this process; every site is planned in FP8."""
-    w = GraphWriter(base)
+    """Build a model of one input in this process; every site is planned in the format."""
+    w = GraphWriter(base, format=format)
     w.leave(body(w, w.enter("x")))
     model = w.save(folder / "model.onnx", {"x": shape})
     engine = folder / "engine.trt"
     build_engine(trt, model, BuildSettings(architecture, BatchRange(1, 64, 256)), engine)
     graphs = read_compiled_graphs(engine)
-    found = site_precisions(graphs, [(site, Precision.FP8) for site in w.sites])
+    found = site_precisions(graphs, [(site, format.precision) for site in w.sites])
     return Compiled(graphs, {site.site: site for site in found})
 
 
@@ -64,7 +70,7 @@ def build(output: Path, model: TinyModel) -> EngineArtifact:
 
 def gemm(k: int, n: int, *, axis: int | None = None, trans_b: bool = True) -> Body:
     def body(w: GraphWriter, x: str) -> str:
-        weight = w.float8_weight("fc", (n, k) if trans_b else (k, n), axis)
+        weight = w.narrow_weight("fc", (n, k) if trans_b else (k, n), axis)
         bias = w.constant("fc/b", np.ones(n))
         y = w.op("Gemm", [w.quantized(x, "fc/x"), weight, bias], "fc", transB=int(trans_b))
         w.site("fc", SiteKind.LINEAR, k, n, y)
@@ -80,7 +86,7 @@ def matmul(
         left = w.quantized(x, "fc/x")
         if between is not None:
             left = w.op(between[0], [left], "between", **between[1])
-        y = w.op("MatMul", [left, w.float8_weight("fc", (k, n), axis)], "fc")
+        y = w.op("MatMul", [left, w.narrow_weight("fc", (k, n), axis)], "fc")
         w.site("fc", SiteKind.LINEAR, k, n, y)
         return y
 
@@ -89,7 +95,7 @@ def matmul(
 
 def constant_on_the_left(axis: int | None) -> Body:
     def body(w: GraphWriter, x: str) -> str:
-        y = w.op("MatMul", [w.float8_weight("fc", (8, 10), axis), w.quantized(x, "fc/x")], "fc")
+        y = w.op("MatMul", [w.narrow_weight("fc", (8, 10), axis), w.quantized(x, "fc/x")], "fc")
         w.site("fc", SiteKind.LINEAR, 10, 8, y)
         return y
 
@@ -130,6 +136,41 @@ def test_fp8_is_engaged(case: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("base", "architecture"),
+    [(Precision.FP16, "sm75"), (Precision.BF16, "sm86"), (Precision.BF16, "sm89")],
+)
+@pytest.mark.parametrize("case", ENGAGED)
+def test_int8_is_engaged(case: str, base: Precision, architecture: str, tmp_path: Path) -> None:
+    body, shape = ENGAGED[case]
+    site = compile_body(tmp_path, body, shape, base, architecture, INT8).sites["fc"]
+    assert site.engaged, site.evidence
+    assert site.operands == ("int8", "int8")
+
+
+def test_int8_weights_are_no_int8_product(tmp_path: Path) -> None:
+    """Scales along K: the weights stay in INT8 in the engine, and are converted for a product of the base."""
+    found = compile_body(tmp_path, matmul(64, 128, axis=0), (64,), Precision.FP16, "sm75", INT8)
+    assert any(tensor.type == "int8" and tensor.constant_bytes for tensor in found.graphs[0].tensors.values())
+    assert (found.sites["fc"].engaged, found.sites["fc"].operands) == (False, ("half", "half"))
+
+
+def test_fp8_and_int8_sites_of_one_engine(tmp_path: Path) -> None:
+    def body(w: GraphWriter, x: str) -> str:
+        for name, format in (("eight", E4M3FN), ("int", INT8)):
+            w.format = format
+            left = w.quantized(x, f"{name}/x")
+            x = w.op("MatMul", [left, w.narrow_weight(name, (64, 64), 1)], name)
+            w.site(name, SiteKind.LINEAR, 64, 64, x)
+        return x
+
+    graphs, sites = (compiled := compile_body(tmp_path, body, (64,))).graphs, compiled.sites
+    assert [sites[name].operands for name in ("eight", "int")] == [("fp8_e4m3",) * 2, ("int8",) * 2]
+    kinds = {"eight": Precision.INT8, "int": Precision.FP8}
+    planned = [(replace(ONE_SITE, name=name), precision) for name, precision in kinds.items()]
+    assert not any(site.engaged for site in site_precisions(graphs, planned))
+
+
+@pytest.mark.parametrize(
+    ("base", "architecture"),
     [
         (Precision.FP32, "sm120"),
         *(
@@ -161,7 +202,7 @@ def test_sites_on_one_qdq_are_merged_and_engaged(tmp_path: Path) -> None:
     def body(w: GraphWriter, x: str) -> str:
         q = w.quantized(x, "shared")
         for name in ("a", "b"):
-            w.site(name, SiteKind.LINEAR, 64, 32, w.op("MatMul", [q, w.float8_weight(name, (64, 32))], name))
+            w.site(name, SiteKind.LINEAR, 64, 32, w.op("MatMul", [q, w.narrow_weight(name, (64, 32))], name))
         return w.op("Add", ["a:0", "b:0"], "sum")
 
     compiled = compile_body(tmp_path, body, (64,))
@@ -224,7 +265,7 @@ def test_a_second_rounding_of_merged_projections_is_told(tmp_path: Path) -> None
     def body(w: GraphWriter, x: str) -> str:
         q = w.quantized(x, "shared")
         for name in ("q", "k"):
-            w.site(name, SiteKind.LINEAR, 64, 64, w.op("MatMul", [q, w.float8_weight(name, (64, 64))], name))
+            w.site(name, SiteKind.LINEAR, 64, 64, w.op("MatMul", [q, w.narrow_weight(name, (64, 64))], name))
         k = w.op("Transpose", ["k:0"], "kt", perm=[0, 2, 1])
         y = w.op("MatMul", [w.quantized("q:0", "dot/q"), w.quantized(k, "dot/k")], "dot")
         w.site("dot", SiteKind.INTERACTION, 64, 10, y)
@@ -233,7 +274,7 @@ def test_a_second_rounding_of_merged_projections_is_told(tmp_path: Path) -> None
     compiled = compile_body(tmp_path, body, (10, 64))
     assert all(site.engaged for site in compiled.sites.values())
     told = {
-        name: "rounded to FP8 before the scales" in site.evidence for name, site in compiled.sites.items()
+        name: "rounded to eight bits before the scales" in site.evidence for name, site in compiled.sites.items()
     }
     assert told == {"q": True, "k": True, "dot": False}
 

@@ -1,4 +1,4 @@
-"""Tiny ONNX models in the form that backends are handed: named sites, Q/DQ at FP8 sites, explicit casts."""
+"""Tiny ONNX models in the form that backends are handed: named sites, Q/DQ at eight-bit sites, explicit casts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from onnx import TensorProto as T
 from onnx import helper as h
 from onnx.reference import ReferenceEvaluator
 
-from loka_onnx.core.formats import Precision
+from loka_onnx.core.formats import E4M3FN, NumberFormat, Precision
 from loka_onnx.core.plan import Decision, PrecisionPlan, Verdict
 from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR
 from loka_onnx.core.site import Operand, Site, SiteKind
@@ -25,6 +25,7 @@ NUMPY_TYPES: dict[int, Any] = {
     T.BFLOAT16: ml_dtypes.bfloat16,
     T.FLOAT16: np.float16,
     T.FLOAT8E4M3FN: ml_dtypes.float8_e4m3fn,
+    T.INT8: np.int8,
     T.INT64: np.int64,
 }
 
@@ -32,8 +33,8 @@ NUMPY_TYPES: dict[int, Any] = {
 class GraphWriter:
     """Collects nodes and initializers; every method returns the name of the tensor it made."""
 
-    def __init__(self, base: Precision, seed: int = 0) -> None:
-        self.base = ONNX_TYPES[base]
+    def __init__(self, base: Precision, seed: int = 0, format: NumberFormat = E4M3FN) -> None:
+        self.base, self.format = ONNX_TYPES[base], format
         self.nodes: list[onnx.NodeProto] = []
         self.initializers: dict[str, onnx.TensorProto] = {}
         self.sites: list[Site] = []
@@ -60,22 +61,23 @@ class GraphWriter:
         return name
 
     def quantized(self, tensor: str, tag: str, amax: float = 4.0) -> str:
-        scale = self.constant(f"{tag}/scale", amax / 448)
-        zero = self.constant("zero", 0.0, T.FLOAT8E4M3FN)
+        scale = self.constant(f"{tag}/scale", amax / self.format.max)
+        zero = self.constant(f"zero_{self.format.id}", 0.0, self.format.onnx_type)
         q = self.op("QuantizeLinear", [tensor, scale, zero], f"{tag}/q")
         return self.op("DequantizeLinear", [q, scale, zero], f"{tag}/dq")
 
     def weight(self, site: str, shape: tuple[int, ...]) -> str:
         return self.constant(f"{site}/w", self._values(shape))
 
-    def float8_weight(self, site: str, shape: tuple[int, ...], axis: int | None = None) -> str:
+    def narrow_weight(self, site: str, shape: tuple[int, ...], axis: int | None = None) -> str:
         values = self._values(shape)
         others = None if axis is None else tuple(a for a in range(len(shape)) if a != axis)
-        scale = np.abs(values).max(axis=others) / 448
+        scale = np.abs(values).max(axis=others) / self.format.max
         spread = scale if axis is None else np.expand_dims(scale, others or ())
-        q = self.constant(f"{site}/w_fp8", values / spread, T.FLOAT8E4M3FN)
+        stored = values / spread if self.format.is_float else np.rint(values / spread)
+        q = self.constant(f"{site}/w_eight", stored, self.format.onnx_type)
         s = self.constant(f"{site}/w_scale", scale)
-        zero = self.constant(f"zero{np.shape(scale)}", np.zeros_like(scale), T.FLOAT8E4M3FN)
+        zero = self.constant(f"zero_{self.format.id}{np.shape(scale)}", np.zeros_like(scale), self.format.onnx_type)
         attributes = {} if axis is None else {"axis": axis}
         return self.op("DequantizeLinear", [q, s, zero], f"{site}/wdq", **attributes)
 
@@ -164,7 +166,7 @@ def mlp(
     for i, (k, n) in enumerate(zip(shape.widths, shape.widths[1:], strict=False)):
         name = f"mlp.fc{i}"
         axis = 0 if shape.per_channel else None
-        weight = w.float8_weight(name, (n, k), axis) if fp8 else w.weight(name, (n, k))
+        weight = w.narrow_weight(name, (n, k), axis) if fp8 else w.weight(name, (n, k))
         left = w.quantized(x, f"{name}/x") if fp8 and name not in shape.drop_activation_qdq else x
         x = w.op("Gemm", [left, weight, w.constant(f"{name}/b", np.ones(n) / 10)], name, transB=1)
         w.site(name, SiteKind.LINEAR, k, n, x)

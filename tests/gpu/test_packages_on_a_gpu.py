@@ -51,7 +51,7 @@ def layer(folder: Path) -> TinyModel:
         return made
 
     def linear(x: str, name: str, shape: tuple[int, int]) -> str:
-        weight = w.float8_weight(name, shape)
+        weight = w.narrow_weight(name, shape)
         made = w.op("MatMul", [w.quantized(x, f"{name}/x"), weight], name)
         w.site(name, SiteKind.LINEAR, *shape, made)
         return w.op("Add", [made, w.constant(f"{name}/b", np.linspace(-0.5, 0.5, shape[1]))], f"{name}/bias")

@@ -43,6 +43,6 @@ def plan_of_one(base: Precision = Precision.BF16, recipe: Recipe | None = None) 
     """A plan of the site ``fc``, quantized where there is a recipe."""
     decision = Decision("fc", base, None, Verdict.NOT_JUDGED, "test")
     if recipe is not None:
-        decision = Decision("fc", Precision.FP8, recipe, Verdict.SAFE, "test", 0.25, (0.5,))
+        decision = Decision("fc", recipe.precision, recipe, Verdict.SAFE, "test", 0.25, (0.5,))
     name = base.value if recipe is None else "fp8-all"
     return PrecisionPlan(name, "digest", base, (decision,), {}, float(recipe is not None))

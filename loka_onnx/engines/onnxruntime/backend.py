@@ -15,6 +15,7 @@ from typing import ClassVar
 
 import numpy as np
 import onnx
+from onnx.external_data_helper import uses_external_data
 
 from loka_onnx.core import serde
 from loka_onnx.core.engine import SitePrecision
@@ -59,9 +60,10 @@ from loka_onnx.engines.onnxruntime.site_precision import (
     site_precision,
 )
 from loka_onnx.engines.onnxruntime.spec import ONNXRUNTIME, ONNXRUNTIME_TENSORRT
+from loka_onnx.engines.onnxruntime.tables import TABLE_REMARK, write_tables
 from loka_onnx.engines.request import BuildRequest
 from loka_onnx.errors import LokaError, MissingPackage, ModelError
-from loka_onnx.graph.storage import link_or_copy
+from loka_onnx.graph.storage import Stored, link_or_copy, move_outside, read_external
 from loka_onnx.sessions.backends import BackendSpec
 from loka_onnx.sessions.host_devices import INTEGER_INSTRUCTIONS, integer_instructions
 from loka_onnx.sessions.model_files import data_locations
@@ -71,6 +73,8 @@ from loka_onnx.sessions.runner import Runner
 ENGINE_FILE = "engine.onnx"
 TIME_PRODUCTS = "time_products"
 """Option: 1 (the default) to keep INT8 products of the CPU in FP32 where that is faster here; 0 for none."""
+INT8_TABLES = "int8_tables"
+"""Option: 1 to store embedding tables of the CPU in INT8 in every plan but FP32; 0 (the default) for none."""
 LOADED_EXACTLY = "load FP8 at ORT_ENABLE_BASIC or below, with session.disable_quant_qdq=1"
 
 
@@ -82,6 +86,7 @@ class OnnxRuntimeBackend(Backend):
         CUDA_GRAPH: range(2),
         EXHAUSTIVE_TUNE: range(2),
         TIME_PRODUCTS: range(2),
+        INT8_TABLES: range(2),
     }
     times_kernels = True
 
@@ -157,6 +162,8 @@ class OnnxRuntimeBackend(Backend):
         provider = self.provider(request.architecture)
         if provider.key == CPU.key:
             model = onnx.load(os.fspath(engine), load_external_data=False)
+            if request.options.get(INT8_TABLES) and request.plan.id != Precision.FP32:
+                _store_tables(model, engine)
             write_convolutions(model)
             write_norm_sums(model)
             SplitProducts(model, OperandReader(engine)).write()
@@ -185,6 +192,10 @@ class OnnxRuntimeBackend(Backend):
         name = f"the graph whose types {provider.name} keeps"
         graph = OperandReader(engine)
         return _read_sites(request, Graphs(graph, graph, False, name), placement)
+
+    def read_remarks(self, log: str) -> tuple[str, ...]:
+        """See `Backend.read_remarks`: tables that stay in FP32."""
+        return tuple(line for line in log.splitlines() if line.startswith(TABLE_REMARK))
 
     def provider(self, architecture: str) -> Provider:
         """Provider of an architecture's engines."""
@@ -223,6 +234,23 @@ class OnnxRuntimeTensorRtBackend(OnnxRuntimeBackend):
         reason = why_no_provider(TENSORRT) or "this host has no NVIDIA GPU"
         remedy = "build on a host with an NVIDIA GPU, TensorRT and a build of ONNX Runtime with its provider"
         return Availability(False, availability.version, False, False, (), reason, remedy)
+
+
+def _store_tables(model: onnx.ModelProto, engine: Path) -> None:
+    """Store the tables of a model that is `engine` on disk in INT8, there too; none stays in FP32 beside it."""
+    before = {*data_locations(model)}
+    stored = write_tables(model, OperandReader(engine))
+    for name in stored.written:
+        print(f"table '{name}' in INT8", flush=True)
+    for name, reason in stored.declined.items():
+        print(f"{TABLE_REMARK}'{name}' stays in FP32: {reason}", flush=True)
+    for tensor in model.graph.initializer:
+        if uses_external_data(tensor) and Stored.of(tensor).location in stored.locations:
+            read_external(tensor, engine.parent)
+    move_outside(model, engine)
+    onnx.save(model, os.fspath(engine))
+    for location in before.difference(data_locations(model)):
+        (engine.parent / location).unlink()
 
 
 def _write_integers(model: onnx.ModelProto, engine: Path, request: BuildRequest) -> None:

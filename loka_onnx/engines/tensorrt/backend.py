@@ -1,8 +1,8 @@
-"""TensorRT, and TensorRT for RTX: FP8 engines for NVIDIA GPUs.
+"""TensorRT, and TensorRT for RTX: FP8 and INT8 engines for NVIDIA GPUs.
 
 TensorRT's builder times tactics on the GPU that the engine is for, so that it gets the device alone, and its
 timings are kept for the next build (`build`). TensorRT for RTX builds without a GPU, and compiles
-kernels when it loads. FP8 sites are read from each engine, because both fall back silently
+kernels when it loads. FP8 and INT8 sites are read from each engine, because both fall back silently
 (`site_precision`).
 
 Compiled graphs of TensorRT for RTX 1.7.1 for sm89 and sm120, base BF16, FP16 or FP32 (tests repeat it):
@@ -18,6 +18,9 @@ N = 1, K = 8, K = 13, sizes not multiples of 16             FP8 × FP8, padded
 Transpose or Flatten between DQ and product                 FP8 × FP8
 LayerNormalization → Q                                      Q is part of the norm's kernel
 ==========================================================  =============================================
+
+The table holds for INT8 with zero point 0 too, and there for sm75 (base FP16) and sm86. TensorRT for RTX
+refuses UINT8 and other zero points.
 
 * An FP8 product is a kernel of its own: bias, activation and the next Q form a second one, which a BF16
   product absorbs (``FcAddRelu``). A small FP8 site therefore costs another pass over its output.
@@ -98,12 +101,15 @@ class TensorRtFamily(Backend):
         return Availability(True, version, self.builds_anywhere, False, (), reason, remedy)
 
     def decline(self, plan: PrecisionPlan, architecture: str) -> str | None:
-        """See `Backend.decline`: FP8 in E4M3FN needs sm89 or later, BF16 sm80; INT8 is declined."""
+        """See `Backend.decline`: FP8 in E4M3FN needs sm89 or later, BF16 sm80; INT8 has zero point 0."""
         number = capability(architecture)
         if plan.fp8_sites and number < FLOAT8_FROM:
             return f"{architecture} has no FP8 products (sm{FLOAT8_FROM} is the first that has)"
         if plan.base is Precision.BF16 and number < BF16_FROM:
-            return f"{architecture} has no BF16 products (sm{BF16_FROM} is the first that has)"
+            return (
+                f"{architecture} has no BF16 products (sm{BF16_FROM} is the first that has): set "
+                "`plan.base: fp16`"
+            )
         return self.foreign_format(plan, architecture)
 
     def portability(self, architecture: str) -> str:

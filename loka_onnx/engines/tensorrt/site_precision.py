@@ -1,8 +1,9 @@
 """Precision of each planned site, read from compiled graphs or from the layers of an engine.
 
-A site runs in FP8 when every kernel that multiplies for it reads two FP8 tensors. A compiler that cannot do
-so converts the operands and multiplies in the base precision: the engine is correct, but FP8 gains nothing,
-which is reported as a fallback. The types of a kernel's inputs count, not its name.
+A site runs in FP8, or in INT8, when every kernel that multiplies for it reads two such tensors. A compiler
+that cannot do so converts the operands and multiplies in the base precision: the engine is correct, but eight
+bits gain nothing, which is reported as a fallback. Weights stored in INT8 prove no INT8 product. The types of
+a kernel's inputs count, not its name.
 
 A high-precision site may also be inside a fused kernel (attention; a product with one row). Its operands are
 then the kernel's inputs, and the strongly typed network determines the inside.
@@ -10,7 +11,7 @@ then the kernel's inputs, and the strongly typed network determines the inside.
 Among an inspector's layers, a library's GEMM or convolution multiplies. Its weight is listed as a constant,
 or not at all; then the activation's type counts, because both factors of a matrix product have one type in a
 strongly typed network (`IMatrixMultiplyLayer`). In a generated kernel (``kgen``) a product may be merged with
-a conversion that the inspector does not show: FP8 is not claimed there, even with FP8 inputs.
+a conversion that the inspector does not show: FP8 or INT8 is not claimed there, even with such inputs.
 """
 
 from __future__ import annotations
@@ -24,21 +25,23 @@ from loka_onnx.core.site import Site, SiteKind
 from loka_onnx.engines.tensorrt.compiled_graph import CompiledGraph, Operation
 from loka_onnx.engines.tensorrt.inspector import EngineLayer
 
-FLOAT8 = "fp8_e4m3"
 COMPILED_TYPES = {
-    Precision.FP8: FLOAT8,
+    Precision.FP8: "fp8_e4m3",
+    Precision.INT8: "int8",
     Precision.BF16: "bf16",
     Precision.FP16: "half",
     Precision.FP32: "float",
 }
-FLOATING = frozenset({*COMPILED_TYPES.values(), "fp8_e5m2"})
+EIGHT_BITS = frozenset({"fp8_e4m3", "fp8_e5m2", "int8"})
+OPERANDS = EIGHT_BITS.union(COMPILED_TYPES.values())
+"""Types that are multiplied; other integers are ids, shapes and masks."""
 PRODUCTS = frozenset({"fully_connected", "convolution", "einsum"})
 KERNELS = frozenset({"function", "runtime_fusion"})
 PRODUCT_KINDS = ("gemm", "matrixmultiply", "matmul", "convolution", "fullyconnected", "einsum")
 """Parts of the lower-case names of layer kinds that multiply."""
 LIBRARY_TACTICS = ("gemm", "conv", "fprop")
 """Parts of tactic names by which a ``fusion`` counts as a product."""
-ROUNDED_TWICE = "; its sum is rounded to FP8 before the scales of the merged sites are applied"
+ROUNDED_TWICE = "; its sum is rounded to eight bits before the scales of the merged sites are applied"
 
 PlannedSites = Sequence[tuple[Site, Precision]]
 
@@ -48,7 +51,7 @@ class _Kernel:
     """A kernel of a site.
 
     Attributes:
-        floats: Floating types of all inputs.
+        types: Types of all inputs in `OPERANDS`.
         factors: Types of what it multiplies; empty where it is no product.
         is_fused: It is a generated kernel with more than a product.
         tf32: Evidence that FP32 is rounded to TF32; empty where it is not.
@@ -56,7 +59,7 @@ class _Kernel:
     """
 
     label: str
-    floats: tuple[str, ...]
+    types: tuple[str, ...]
     is_product: bool
     is_fused: bool
     factors: tuple[str, ...] = ()
@@ -101,20 +104,22 @@ def _read(source: str, kernels: Sequence[_Kernel], site: Site, planned: Precisio
         worst = next((each for each in products if {*each.factors} != {wanted}), products[0])
         types, evidence = worst.factors, f"{source}: {worst.label}"
         if {*types} != {wanted}:
-            multiplied = " by ".join(types) or "no float that is listed"
+            multiplied = " by ".join(types) or "nothing that is listed"
             evidence += f" multiplies {multiplied} where the plan says {wanted}"
             return result(types, False, evidence + (f", inside {fused.label}" if fused else ""))
         if planned is Precision.FP32 and worst.tf32:
             return result(types, False, evidence + worst.tf32)
         return result(types, True, evidence + worst.remark)
-    if fused is not None and planned is not Precision.FP8:
+    if fused is not None and not planned.is_quantized:
         # A cast at the edge may be part of the kernel, so that one operand of the planned type is enough.
-        engaged = site.kind is SiteKind.NORM or (wanted in fused.floats and FLOAT8 not in fused.floats)
+        engaged = site.kind is SiteKind.NORM or (
+            wanted in fused.types and not EIGHT_BITS.intersection(fused.types)
+        )
         inside = "operands are what enters it, its inside is bound by the strongly typed network"
-        return result(fused.floats, engaged, f"{source}: part of {fused.label}; {inside}")
-    there = ", ".join(f"{each.label} of {' and '.join(each.floats) or 'no floats'}" for each in kernels)
+        return result(fused.types, engaged, f"{source}: part of {fused.label}; {inside}")
+    there = ", ".join(f"{each.label} of {' and '.join(each.types) or 'no operands'}" for each in kernels)
     evidence = f"no product of it in the {source}, which has {there or 'nothing under its name'}"
-    return result(fused.floats if fused else (), False, evidence)
+    return result(fused.types if fused else (), False, evidence)
 
 
 def _kernels_in_graphs(graphs: Sequence[CompiledGraph], site: Site) -> list[_Kernel]:
@@ -126,7 +131,7 @@ def _kernels_in_graphs(graphs: Sequence[CompiledGraph], site: Site) -> list[_Ker
             is_product = operation.kind in PRODUCTS
             kernel = _Kernel(
                 f"{operation.kind} '{operation.name}'",
-                tuple(kind for kind in types if kind in FLOATING),
+                tuple(kind for kind in types if kind in OPERANDS),
                 is_product,
                 operation.kind in KERNELS,
                 types[:2],
@@ -138,14 +143,14 @@ def _kernels_in_graphs(graphs: Sequence[CompiledGraph], site: Site) -> list[_Ker
 
 
 def _is_rounded_twice(graph: CompiledGraph, product: Operation, own: Sequence[Operation]) -> bool:
-    """True if a product writes FP8 that another kernel rescales: merged sites, each with Q behind it."""
+    """True if a product writes eight bits that another kernel rescales: merged sites, each before a Q."""
 
-    def writes_float8(operation: Operation) -> bool:
-        return any(graph.type_of(tensor) == FLOAT8 for tensor in operation.outputs)
+    def is_narrow(operation: Operation) -> bool:
+        return any(graph.type_of(tensor) in EIGHT_BITS for tensor in operation.outputs)
 
     written = {graph.base_of(tensor) for tensor in product.outputs}
-    return writes_float8(product) and any(
-        writes_float8(each) and written & {graph.base_of(tensor) for tensor in each.inputs}
+    return is_narrow(product) and any(
+        is_narrow(each) and written & {graph.base_of(tensor) for tensor in each.inputs}
         for each in own
         if each.kind in KERNELS
     )
@@ -160,7 +165,7 @@ def _kernel_of_layer(site: Site, layer: EngineLayer) -> _Kernel:
     factors = _factors(site, layer)
     return _Kernel(
         f"{layer.kind} '{layer.name}'",
-        tuple(tensor.type for tensor in layer.inputs if tensor.type in FLOATING),
+        tuple(tensor.type for tensor in layer.inputs if tensor.type in OPERANDS),
         is_product,
         not is_product or site.kind is SiteKind.NORM,
         factors,
@@ -176,9 +181,9 @@ def _factors(site: Site, layer: EngineLayer) -> tuple[str, ...]:
     constant is the weight, alone or merged along N, where its size is a multiple of the site's.
     """
     outputs = [tensor.shape for tensor in layer.outputs]
-    matrices = [tensor for tensor in layer.inputs if tensor.type in FLOATING and len(tensor.shape) > 1]
+    matrices = [tensor for tensor in layer.inputs if tensor.type in OPERANDS and len(tensor.shape) > 1]
     factors = [*matrices[:1], *(tensor for tensor in matrices[1:] if tensor.shape not in outputs)]
     if len(factors) < 2:
-        weights = (tensor for tensor in layer.constants if tensor.type in FLOATING and tensor.elements)
+        weights = (tensor for tensor in layer.constants if tensor.type in OPERANDS and tensor.elements)
         factors += [tensor for tensor in weights if (tensor.elements or 0) % (site.k * site.n) == 0][:1]
     return tuple(tensor.type for tensor in factors)

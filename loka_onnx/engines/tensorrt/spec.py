@@ -8,7 +8,7 @@ from typing import Any
 
 from loka_onnx.core.backends import ACTIVATIONS, ARITHMETIC, MOVEMENTS, Fusions
 from loka_onnx.core.devices import NVIDIA
-from loka_onnx.core.formats import E4M3FN
+from loka_onnx.core.formats import E4M3FN, INT8
 from loka_onnx.engines.tensorrt.session import open_engine
 from loka_onnx.errors import MissingPackage
 from loka_onnx.sessions import cuda
@@ -51,7 +51,7 @@ TENSORRT = TensorRtSpec(
     maker="loka_onnx.engines.tensorrt.backend:TensorRtBackend",
     triton="loka_onnx.engines.tensorrt.triton:triton_form",
     devices=NVIDIA,
-    formats=(E4M3FN,),
+    formats=(E4M3FN, INT8),
     fusions=Fusions(
         frozenset({"Add", "Relu"}),
         frozenset(),
@@ -78,7 +78,7 @@ TENSORRT_RTX = TensorRtSpec(
         "nvidia-gb10": ("sm121",),
         "nvidia-rtx": ("sm89", "sm120"),
     },
-    formats=(E4M3FN,),
+    formats=(E4M3FN, INT8),
     fusions=Fusions(
         frozenset({*ACTIVATIONS, *ARITHMETIC, "LayerNormalization", "RMSNormalization"}),
         frozenset({"LayerNormalization", "RMSNormalization"}),

@@ -99,4 +99,4 @@ def test_a_product_inside_a_fused_kernel_a_norm_and_a_second_rounding() -> None:
     assert (found.engaged, found.operands) == (True, ("bf16",))
     found = one("p", Precision.FP8)
     assert found.engaged
-    assert "rounded to FP8 before the scales of the merged sites" in found.evidence
+    assert "rounded to eight bits before the scales of the merged sites" in found.evidence

@@ -202,12 +202,22 @@ def test_which_tensors_are_multiplied(layer: EngineLayer, operands: tuple[str, .
         gemm(tensor(FP8, 8, 64), tensor(BF16, 64, 128)),
         gemm(tensor(BF16, 8, 64), tensor(FP8, 64, 128)),
         gemm(tensor(FP8, 8, 64), constants=(tensor(BF16, 64, 128),)),
+        gemm(tensor(FP8, 8, 64), constants=(tensor("int8", 64, 128),)),
         gemm(tensor("int8", 8, 64)),
         gemm(),
     ],
 )
 def test_one_factor_of_another_type_is_a_fallback(layer: EngineLayer) -> None:
     assert not one((layer,), linear("fc")).engaged
+
+
+def test_int8_counts_where_both_factors_are() -> None:
+    for layer, engaged in (
+        (gemm(tensor("int8", 8, 64), constants=(tensor("int8", 64, 128), tensor("float", 128))), True),
+        (gemm(tensor(BF16, 8, 64), constants=(tensor("int8", 64, 128),)), False),
+        (replace(gemm(tensor("int8", 8, 64), tensor("int8", 64, 128)), kind="kgen", tactic=""), False),
+    ):
+        assert one((layer,), linear("fc"), Precision.INT8).engaged is engaged
 
 
 def test_both_operands_of_an_interaction_count() -> None:

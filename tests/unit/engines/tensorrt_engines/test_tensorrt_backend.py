@@ -11,7 +11,7 @@ import pytest
 from planned import plan_of_one
 
 from loka_onnx.core.engine import BuildStatus
-from loka_onnx.core.formats import E5M2, Precision
+from loka_onnx.core.formats import E5M2, INT8, UINT8, Precision
 from loka_onnx.core.plan import PrecisionPlan
 from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR, Recipe
 from loka_onnx.engines.request import BatchRange, BuildRequest
@@ -89,6 +89,10 @@ def test_without_a_gpu_it_builds_nothing(host, gpus: tuple[CudaDevice, ...], tmp
         (KEPT, "sm75", "sm75 has no BF16 products (sm80 is the first that has)"),
         (plan_of_one(Precision.FP16), "sm75", None),
         (plan_of_one(recipe=Recipe.of(E5M2)), "sm90", "site 'fc' asks for E5M2"),
+        (plan_of_one(Precision.FP16, recipe=Recipe.of(INT8)), "sm75", None),
+        (plan_of_one(recipe=Recipe.of(INT8)), "sm86", None),
+        (plan_of_one(recipe=Recipe.of(INT8)), "sm75", "sm75 has no BF16 products"),
+        (plan_of_one(recipe=Recipe.of(UINT8)), "sm86", "site 'fc' asks for UINT8"),
     ],
 )
 def test_what_it_declines(kind, planned: PrecisionPlan, architecture: str, said: str | None) -> None:

@@ -1,0 +1,124 @@
+"""Embedding tables in INT8 with a scale for each row, against a reference in NumPy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from onnx import TensorProto as T
+from onnx import helper as h
+from onnx import numpy_helper
+
+from loka_onnx.engines.onnx_operands import OperandReader
+from loka_onnx.engines.onnxruntime.providers import CPU, provider_for
+from loka_onnx.engines.onnxruntime.site_precision import dump_optimized
+from loka_onnx.engines.onnxruntime.tables import StoredTables, write_tables
+from loka_onnx.sessions.onnx_session import OnnxSession
+
+
+def lookup_model(path: Path, table: np.ndarray, nodes: list[onnx.NodeProto], **constants: np.ndarray) -> Path:
+    initializers = {"table": table, **constants}
+    graph = h.make_graph(
+        nodes,
+        "lookups",
+        [h.make_tensor_value_info("ids", T.INT64, ["batch", "fields"])],
+        [h.make_tensor_value_info("y", T.FLOAT, None)],
+        [numpy_helper.from_array(values, name) for name, values in initializers.items()],
+    )
+    onnx.save(h.make_model(graph, opset_imports=[h.make_opsetid("", 21)], ir_version=10), path)
+    return path
+
+
+def gather(table: str = "table", ids: str = "ids", out: str = "y", **attributes: int) -> onnx.NodeProto:
+    return h.make_node("Gather", [table, ids], [out], out, **attributes)
+
+
+def rewritten(path: Path) -> tuple[onnx.ModelProto, StoredTables]:
+    model = onnx.load(path)
+    done = write_tables(model, OperandReader(path))
+    onnx.save(model, path)
+    return model, done
+
+
+def reference(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Rows as float64 arithmetic rounds them, and the scale of each."""
+    largest = np.abs(table.astype(np.float64)).max(axis=1, keepdims=True)
+    scale = np.where(largest > 0, largest / 127, 1.0).astype(np.float32)
+    return np.clip(np.rint(table.astype(np.float64) / scale), -128, 127) * scale.astype(np.float64), scale
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    rows=st.integers(1, 40),
+    width=st.integers(2, 33),
+    magnitude=st.floats(-30, 30),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_each_row_is_rounded_by_itself(
+    rows: int, width: int, magnitude: float, seed: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    random = np.random.default_rng(seed)
+    spread = 10.0 ** random.uniform(-3, 3, (rows, 1))
+    table = (random.standard_normal((rows, width)) * spread * 10.0**magnitude).astype(np.float32)
+    table[random.random(rows) < 0.3] = 0
+    path = lookup_model(tmp_path_factory.mktemp("t") / "m.onnx", table, [gather()])
+    ids = random.integers(-rows, rows, (5, 3))
+    rewritten(path)
+    with OnnxSession(path) as session:
+        found = session.run({"ids": ids})["y"]
+    exact, scale = reference(table)
+    np.testing.assert_array_equal(found[(table[ids] == 0).all(axis=2)], 0)
+    # Quotients next to a half may round to either side: one unit of that row, and elsewhere FP32's rounding.
+    off = np.abs(found - exact[ids])
+    assert (off <= 1.01 * scale[ids]).all()
+    assert (off > 1e-5 * np.abs(exact[ids])).mean() <= 0.05
+    assert (np.abs(found.astype(np.float64) - table[ids]) <= 0.501 * scale[ids].astype(np.float64)).all()
+
+
+def test_a_shared_table_is_stored_once_and_the_optimizer_keeps_it(tmp_path: Path) -> None:
+    table = np.random.default_rng(0).standard_normal((300, 16)).astype(np.float32)
+    nodes = [gather(out="a"), gather(out="b"), h.make_node("Add", ["a", "b"], ["y"], "y")]
+    path = lookup_model(tmp_path / "m.onnx", table, nodes)
+    before = path.stat().st_size
+    _, done = rewritten(path)
+    assert (done.written, done.declined) == (("table",), {})
+    assert path.stat().st_size < before * 0.4
+    dump_optimized(path, tmp_path / "optimized.onnx", provider_for("onnxruntime", CPU.key))
+    stored = onnx.load(tmp_path / "optimized.onnx").graph.initializer
+    assert sorted(t.data_type for t in stored if t.dims[:1] == [300]) == [T.FLOAT, T.INT8]
+    assert next(list(t.dims) for t in stored if t.data_type == T.FLOAT) == [300, 1]
+
+
+TABLE = np.ones((6, 8), np.float32)
+DECLINED = {
+    "columns": (TABLE, [gather(axis=1)], {}, "takes no whole rows of it"),
+    "elements": (TABLE, [h.make_node("GatherElements", ["table", "ids"], ["y"])], {}, "takes no whole rows"),
+    "gather_nd": (TABLE, [h.make_node("GatherND", ["table", "ids"], ["y"])], {}, "takes no whole rows of it"),
+    "constant_ids": (TABLE, [gather(ids="c")], {"c": np.array([1, 2])}, "constant"),
+    "one_wide": (TABLE[:, :1], [gather()], {}, "not smaller"),
+    "not_finite": (np.full((6, 8), np.inf, np.float32), [gather()], {}, "NaN or infinity"),
+    "tied_to_a_product": (
+        TABLE,
+        [
+            gather(out="r"),
+            h.make_node("Transpose", ["table"], ["t"]),
+            h.make_node("MatMul", ["r", "t"], ["y"]),
+        ],
+        {},
+        "not only lookups read it",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DECLINED)
+def test_other_uses_keep_the_table(case: str, tmp_path: Path) -> None:
+    table, nodes, constants, reason = DECLINED[case]
+    path = lookup_model(tmp_path / "m.onnx", table, nodes, **constants)
+    model, done = rewritten(path)
+    assert done.written == ()
+    assert reason in done.declined["table"]
+    assert {t.data_type for t in model.graph.initializer} <= {T.FLOAT, T.INT64}
