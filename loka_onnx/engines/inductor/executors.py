@@ -348,6 +348,8 @@ class GraphExecutor(Executor):
         size = placement.piece.size
         if not placement.captured:
             return None
+        # Requests of another thread than the one that opened the session may ask for it.
+        self._gpu.activate()
         with self._gpu.active():
             memory = self._gpu.pinned((self._places(size)[-1],), self._torch.uint8)
             served = self._served[size]

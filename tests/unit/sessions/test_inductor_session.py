@@ -240,7 +240,7 @@ def test_the_graph_of_a_callers_memory_ends_with_either_of_them() -> None:
     executor: Any = session._executor
     own = len(executor._stagings)
     kept, dropped = session.buffers(4), session.buffers(16)
-    assert executor._gpu.calls[-2:] == ["capture"] * 2
+    assert executor._gpu.calls.count("capture") == 6
     assert len(executor._stagings) == own + 2
     del dropped
     assert len(executor._stagings) == own + 1
