@@ -39,10 +39,11 @@ def to_eight_bits(value, inverse_scale, kind: tl.constexpr):  # type: ignore[no-
     scaled = value.to(tl.float32) * tl.cast(inverse_scale, tl.float32)
     if kind == tl.int8:
         # Casts to integers round to zero. FP32 numbers around 1.5 · 2**23 have the spacing 1.
-        return ((tl.clamp(scaled, -128.0, 127.0) + 12582912.0) - 12582912.0).to(tl.int8)
-    # Without PROPAGATE, NaN would become a number; the cast keeps NaN.
-    scaled = tl.clamp(scaled, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
-    return scaled.to(tl.float8e4nv)
+        scaled = (tl.clamp(scaled, -128.0, 127.0) + 12582912.0) - 12582912.0
+    else:
+        # Without PROPAGATE, NaN would become a number; the cast keeps NaN.
+        scaled = tl.clamp(scaled, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
+    return scaled.to(kind)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
