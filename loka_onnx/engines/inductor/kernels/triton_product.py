@@ -32,7 +32,7 @@ SUM_ROWS, SUM_COLUMNS = 8, 128
 """Tile of the second kernel where K is split."""
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def to_eight_bits(value, inverse_scale, kind: tl.constexpr):  # type: ignore[no-untyped-def]
     """Divide by a scale, saturate and round to even in E4M3FN or INT8 (ONNX QuantizeLinear)."""
     # The caller's number may arrive as FP64, which has no conversion to FP8.
