@@ -136,9 +136,9 @@ class PlanConfig(Strict):
     ) = Field(
         None,
         description="number formats of the plans: fp8, int8 or both; int8 rounds weights to INT8 and "
-        "activations to UINT8 with a zero point, or to INT8 where a GPU is to multiply them; null for those that `plans` "
-        "names, or else that the targets multiply: fp8 on a GPU that has it, int8 on another, or a CPU with "
-        "VNNI, AMX or ARM's dot product, and fp8 where there is neither",
+        "activations to UINT8 with a zero point, or to INT8 where a GPU is to multiply them; null for those "
+        "that `plans` names, or else that the targets multiply: fp8 on a GPU that has it, int8 on another or "
+        "a CPU with VNNI, AMX or ARM's dot product, and fp8 where there is neither",
     )
     scale: ScaleRule | None = Field(
         None,

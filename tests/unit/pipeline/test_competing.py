@@ -90,7 +90,9 @@ def test_formats_follow_what_is_asked_for(config, instructions):
     assert planned_formats(config(RTX, plans=plans[::2])) == (UINT8,)
     both = config(CPU, formats=["int8", "fp8"], format="E5M2")
     assert planned_formats(both) == (E5M2, UINT8)
-    assert planned_formats(config(H100, formats=["int8", "fp8"])) == (E4M3FN, INT8)
+    # Inductor simulates it on the CPU.
+    for target in (H100, INDUCTOR):
+        assert planned_formats(config(target, formats=["int8", "fp8"])) == (E4M3FN, INT8)
     quantized = (PlanId.FP8_ALL, PlanId.FP8_SAFE, PlanId.INT8_ALL, PlanId.INT8_SAFE)
     assert competing_plans(both) == (PlanId.FP32, PlanId.BF16, *quantized)
 

@@ -32,17 +32,18 @@ SUM_ROWS, SUM_COLUMNS = 8, 128
 """Tile of the second kernel where K is split."""
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def to_eight_bits(value, inverse_scale, kind: tl.constexpr):  # type: ignore[no-untyped-def]
     """Divide by a scale, saturate and round to even in E4M3FN or INT8 (ONNX QuantizeLinear)."""
     # The caller's number may arrive as FP64, which has no conversion to FP8.
     scaled = value.to(tl.float32) * tl.cast(inverse_scale, tl.float32)
     if kind == tl.int8:
         # Casts to integers round to zero. FP32 numbers around 1.5 · 2**23 have the spacing 1.
-        return ((tl.clamp(scaled, -128.0, 127.0) + 12582912.0) - 12582912.0).to(tl.int8)
-    # Without PROPAGATE, NaN would become a number; the cast keeps NaN.
-    scaled = tl.clamp(scaled, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
-    return scaled.to(tl.float8e4nv)
+        scaled = (tl.clamp(scaled, -128.0, 127.0) + 12582912.0) - 12582912.0
+    else:
+        # Without PROPAGATE, NaN would become a number; the cast keeps NaN.
+        scaled = tl.clamp(scaled, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
+    return scaled.to(kind)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -29,24 +29,28 @@ SHARED_BYTES = 227 << 10
 """What a program may have (CUDA C++ Programming Guide, compute capabilities)."""
 KINDS = dict.fromkeys(("a_ptr", "b_ptr", "narrow_ptr"), "*fp8e4nv")
 KINDS |= {"scale_ptr": "*fp32", "parts_ptr": "*fp32", "inverse_scale": "fp32"}
+INTEGERS = dict.fromkeys(("a_ptr", "b_ptr", "narrow_ptr"), "*i8") | {"parts_ptr": "*i32"}
+AMPERE = GPUTarget("cuda", 80, 32)
+AMPERE_SHARED_BYTES = 163 << 10
 FOLLOWS = dict.fromkeys(("SCALED", "BIAS", "RELU", "FIRST", "WIDE", "NARROW"), True) | {"CROSS": False}
 
 
 def compiled(kernel: Any, constants: dict[str, Any], **options: Any) -> Any:
     """A kernel of FP8 factors, where the option `kinds` does not say otherwise, and a BF16 result."""
     kinds, names = KINDS | options.pop("kinds", {}), kernel.arg_names
+    target = options.pop("target", HOPPER)
     signature = {name: kinds.get(name, "*bf16" if name.endswith("_ptr") else "i32") for name in names}
     signature |= dict.fromkeys(constants, "constexpr")
     values = {(names.index(name),): value for name, value in constants.items()}
     aligned = {(at,): [["tt.divisibility", 16]] for at, name in enumerate(names) if name.endswith("_ptr")}
-    return triton.compile(ASTSource(kernel, signature, values, aligned), target=HOPPER, options=options)
+    return triton.compile(ASTSource(kernel, signature, values, aligned), target=target, options=options)
 
 
-def product(tile: Tile) -> Any:
+def product(tile: Tile, **how: Any) -> Any:
     sizes = {"BM": tile.rows, "BN": tile.columns, "BK": tile.depth, "SPLIT": tile.split}
     exact = {"IMPRECISE": tile.depth if tile.is_exact else None}
     constants: dict[str, Any] = FOLLOWS | sizes | exact | {"GROUP_M": triton_product.GROUP, "WHOLE_K": True}
-    options = {"num_stages": tile.stages, "num_warps": tile.warps}
+    options = {"num_stages": tile.stages, "num_warps": tile.warps} | how
     return compiled(triton_product._loka_product_kernel, constants, **options)
 
 
@@ -58,6 +62,16 @@ def test_a_tile_multiplies_fp8_on_tensor_cores(tile: Tile) -> None:
     assert made.metadata.shared <= SHARED_BYTES
 
 
+@pytest.mark.parametrize("tile", (TILES[0], TILES[-2], SPLIT_TILES[1]), ids=str)
+def test_a_tile_multiplies_int8_on_tensor_cores(tile: Tile) -> None:
+    made = product(tile, kinds=INTEGERS)
+    assert re.search(r"wgmma\.mma_async\.sync\.aligned\.m64n\d+k32\.s32\.s8\.s8", made.asm["ptx"])
+    assert made.metadata.shared <= SHARED_BYTES
+    on_ampere = product(tile, kinds=INTEGERS, target=AMPERE)
+    assert re.search(r"mma\.sync\.aligned\.m16n8k32\.row\.col\S*\.s32\.s8\.s8\.s32", on_ampere.asm["ptx"])
+    assert on_ampere.metadata.shared <= AMPERE_SHARED_BYTES
+
+
 @pytest.mark.parametrize("tile", (TILES[0], SPLIT_TILES[1]), ids=str)
 def test_exact_tiles_add_in_fp32_once_a_step(tile: Tile) -> None:
     """What follows a sum adds as well: with a bias, a number of the result at least."""
@@ -66,10 +80,11 @@ def test_exact_tiles_add_in_fp32_once_a_step(tile: Tile) -> None:
     assert exact - fast == numbers
 
 
-def test_parts_are_added_up() -> None:
+@pytest.mark.parametrize("kinds", [{}, INTEGERS], ids=["fp8", "int8"])
+def test_parts_are_added_up(kinds: dict[str, str]) -> None:
     constants = FOLLOWS | {"BM": triton_product.SUM_ROWS, "BN": triton_product.SUM_COLUMNS, "SPLIT": 4}
-    made = compiled(triton_product._add_up_kernel, constants, num_warps=4)
-    # Four numbers of FP32 at once.
+    made = compiled(triton_product._add_up_kernel, constants, kinds=kinds, num_warps=4)
+    # Four numbers of a part at once.
     assert made.asm["ptx"].count("ld.global.v4") >= 4
 
 

@@ -73,6 +73,30 @@ def test_a_product_takes_along_what_follows(bias, behind, outputs, tmp_path):
     check(graph, model, x, with_epilogue(z, behind, rows, c))
 
 
+@pytest.mark.parametrize("behind", ["", "relu", "cross"])
+def test_a_product_of_int8_takes_along_what_follows(behind, tmp_path):
+    model = product(True, behind, "quantized and wide")
+    stored = np.rint(model.constants["w"].astype(np.float32)).clip(-128, 127).astype(np.int8)
+    model = model.then("", w=stored, wz=np.zeros(48, np.int8), zero=np.array(0, np.int8))
+    graph, report = fused(model, tmp_path)
+    assert sites_of(report, "quantized-product") == [("fc",)]
+    assert not {"Gemm", "Relu", "Add", "Mul"} & set(ops(graph))
+    c, x = model.wide(), model.rows()
+    rows = rounded(x)
+    q = np.rint(rows / c["s"]).clip(-128, 127).astype(np.int64)
+    z = (q @ stored.T.astype(np.int64)) * (c["s"] * c["ws"]) + c["b"]
+    z = with_epilogue(z, behind, rows, c)
+    outputs = dict(zip(model.outputs, run(graph, x), strict=True))
+    close(outputs["wide"], z)
+    # The CPU's form rounds Z to BF16 in front of the Q.
+    steps = np.rint(np.clip(z / c["s2"], -128, 127))
+    off = np.abs(outputs["y"] / c["s2"] - steps)
+    assert (off <= 1 + np.abs(steps) * 2.0**-7).all()
+    # Another zero point is no INT8 product of the kernels.
+    shifted = model.then("", zero=np.array(3, np.int8))
+    assert "quantized-product" not in unchanged(shifted, tmp_path).fused
+
+
 def test_both_scales_are_multiplied_when_the_graph_is_fused(tmp_path):
     """An engine would multiply them in every request, in a kernel of its own."""
     model = product(bias=True, behind="relu")
