@@ -88,6 +88,28 @@ def weight_rounding(record: Record) -> str:
     )
 
 
+def int8_tables(record: Record) -> str:
+    """Loss, bytes and CPU time of FP32 engines whose tables are in INT8."""
+    rows = []
+    for model, held in record.figures.items():
+        before, after = held["table_bytes"]
+        speeds = (ratio_and_range(value) for key, value in held.items() if key.startswith("time_over"))
+        change = f"{number(held['delta_percent'])} ± {number(held['half_width_percent'])} %"
+        rows.append((model, change, f"{after:,} of {before:,}", *speeds))
+    sizes = [key.rpartition("_")[2] for key in held if key.startswith("time_over")]
+    columns = ("model", "ΔNE", "bytes of tables", *(f"time at batch {size}" for size in sizes))
+    return (
+        "Tables alone in INT8, a scale for each row: bytes beside FP32's, and CPU time of a call over "
+        "FP32's (median, and range of the rounds).\n\n" + table(columns, rows)
+    )
+
+
+def ratio_and_range(values: list[float]) -> str:
+    """A median with the smallest and the largest."""
+    middle, low, high = map(number, values)
+    return f"{middle} ({low} to {high})"
+
+
 def additivity(record: Record) -> str:
     """Predicted over measured, and the order of sites."""
     rows = []

@@ -200,6 +200,13 @@ ENTRIES = (
     Entry("peers*", PEERS, "FP8 by other tools{}", "benchmarks.peers.compare", peers.render),
     Entry("cpu_engines", PEERS, "INT8 on the CPU", "benchmarks.peers.cpu_engines", peers.cpu_engines),
     Entry(
+        "int8_tables",
+        ACCURACY,
+        "Embedding tables in INT8",
+        "benchmarks.micro.int8_tables",
+        accuracy.int8_tables,
+    ),
+    Entry(
         "peer_calibration",
         PEERS,
         "Calibration beside NVIDIA Model Optimizer",

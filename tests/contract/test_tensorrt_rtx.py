@@ -1,4 +1,4 @@
-"""What TensorRT for RTX does with FP8 and INT8 sites, read from its own compiled graphs: the backend's table."""
+"""What TensorRT for RTX does with FP8 and INT8 sites, read from its compiled graphs: the backend's table."""
 
 from __future__ import annotations
 
@@ -274,7 +274,8 @@ def test_a_second_rounding_of_merged_projections_is_told(tmp_path: Path) -> None
     compiled = compile_body(tmp_path, body, (10, 64))
     assert all(site.engaged for site in compiled.sites.values())
     told = {
-        name: "rounded to eight bits before the scales" in site.evidence for name, site in compiled.sites.items()
+        name: "rounded to eight bits before the scales" in site.evidence
+        for name, site in compiled.sites.items()
     }
     assert told == {"q": True, "k": True, "dot": False}
 

@@ -1,4 +1,4 @@
-"""Tiny ONNX models in the form that backends are handed: named sites, Q/DQ at eight-bit sites, explicit casts."""
+"""Tiny ONNX models as backends get them: named sites, Q/DQ at eight-bit sites, explicit casts."""
 
 from __future__ import annotations
 
@@ -77,7 +77,9 @@ class GraphWriter:
         stored = values / spread if self.format.is_float else np.rint(values / spread)
         q = self.constant(f"{site}/w_eight", stored, self.format.onnx_type)
         s = self.constant(f"{site}/w_scale", scale)
-        zero = self.constant(f"zero_{self.format.id}{np.shape(scale)}", np.zeros_like(scale), self.format.onnx_type)
+        zero = self.constant(
+            f"zero_{self.format.id}{np.shape(scale)}", np.zeros_like(scale), self.format.onnx_type
+        )
         attributes = {} if axis is None else {"axis": axis}
         return self.op("DequantizeLinear", [q, s, zero], f"{site}/wdq", **attributes)
 

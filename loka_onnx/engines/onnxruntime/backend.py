@@ -237,7 +237,7 @@ class OnnxRuntimeTensorRtBackend(OnnxRuntimeBackend):
 
 
 def _store_tables(model: onnx.ModelProto, engine: Path) -> None:
-    """Store the tables of a model that is `engine` on disk in INT8, there too; none stays in FP32 beside it."""
+    """Store the tables of a model that is `engine` on disk in INT8; no FP32 file of them stays."""
     before = {*data_locations(model)}
     stored = write_tables(model, OperandReader(engine))
     for name in stored.written:
