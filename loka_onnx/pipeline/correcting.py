@@ -7,7 +7,7 @@ of the plan and its corrections is measured on its engine like everything else.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -32,8 +32,6 @@ from loka_onnx.transforms.precision.apply_plan import PlanForm, apply_plan
 
 FITTED_ROWS = 32_768
 """Calibration rows that constants are fitted to, at most: a mean is then known to .006 of its spread."""
-SIMULATED_ROWS = 256
-"""Rows of a request of a simulated plan: rounding is 20 % faster than with 1,024, by the caches."""
 HOPELESS = 3.0
 """Predicted KL over the budget from which on nothing is tried: no constant was seen to take off more than two
 thirds."""
@@ -71,7 +69,7 @@ def simulate(
     exact, ours = means
     predictions = predict(
         run,
-        split.batches(context.as_batch(SIMULATED_ROWS)),
+        split.batches(),
         output_names(context.specs, scores),
         progress=lambda done: context.progress(task, done, split.rows),
     )
@@ -95,8 +93,7 @@ class Correcting:
     @cached_property
     def selection(self) -> Split:
         """The rows that decide."""
-        config, rows = self.context.config, self.context.splits.selection
-        return Split("selection", rows, config.columns, config.data.group, most=self.most)
+        return replace(self.context.selection, slices=(), most=self.most)
 
     def correct(self, plans: PlanSet) -> CorrectionSet:
         """Fit, try and decide, for every plan with FP8 → `corrections.json`."""

@@ -106,7 +106,7 @@ def _tried(context: Context) -> Trial:
     began, used = time.perf_counter(), time.process_time()
     model, specs = context.exported, context.specs
     sites, recipe = tuple(s for s in model.sites if s.is_fp8_able), planned_recipes(context.config)[0]
-    split = replace(context.selection, slices=(), most=REQUEST, batch_size=context.as_batch(REQUEST))
+    split = replace(context.selection, slices=(), most=REQUEST)
     exact = context.open_exported().run
     _, first = _timed(context, split, exact)
     split = replace(split, most=max(split.batch_size, min(ROWS, int(PASS_SECONDS / first))))
