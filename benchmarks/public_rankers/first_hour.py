@@ -33,9 +33,11 @@ from benchmarks.recording import write_record
 
 NAMES = ("rechub-dcnv2", "rechub-bst", "deepctr-dcnmix", "deepctr-mmoe", "fuxictr-dcnv2", "torchrec-dlrm")
 ROWS, STEPS, BATCH = 20_000, 20, 512
+FROM_TWO = ("batch: {", "batch: {min: 2, serve: [256, 1024, 2048], max: 4096}")
 EDITS: dict[str, tuple[tuple[str, str], ...]] = {
-    # The library squeezes its output: a batch of one row loses its axis, which `run` says at once.
-    "rechub-dcnv2": (("batch: {", "batch: {min: 2, serve: [256, 1024, 2048], max: 4096}"),),
+    # These libraries squeeze a tensor: a batch of one row loses an axis, which `run` says at once.
+    "rechub-dcnv2": (FROM_TWO,),
+    "deepctr-dcnmix": (FROM_TWO,),
 }
 """Ranker → lines that a user changes in the proposed run file: what they hold, and what is written there."""
 TYPES = {"tensor(int64)": ("INT64", np.int64), "tensor(float)": ("FP32", np.float32)}
