@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.results.loss_latency import BATCH, MODELS, PATH, chart, points_of
+from benchmarks.peers.loss_latency import BATCH, MODELS, PATH, chart, points_of
 from benchmarks.results.records import load_records
 from loka_onnx.core.backends import backend_names
 
@@ -18,7 +18,7 @@ TITLE = re.compile(r"<title>(\w+), ([^,]+), (\S+): ([\d.]+) µs, ΔNE (\S+) % \[
 
 def test_the_chart_is_the_one_of_the_record() -> None:
     record = load_records(RECORDS)["peers"]
-    assert PATH.read_text(encoding="utf-8") == chart(record), "python -m benchmarks.results.loss_latency"
+    assert PATH.read_text(encoding="utf-8") == chart(record), "python -m benchmarks.peers.loss_latency"
     changed = replace(record, settings={**record.settings, "budget": 0.002})
     assert chart(changed) != chart(record)
 

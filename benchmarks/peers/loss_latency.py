@@ -1,6 +1,6 @@
 """The chart of README and docs: latency over loss of ours and others' engines, from the peers' record.
 
-    python -m benchmarks.results.loss_latency
+    python -m benchmarks.peers.loss_latency
 
 writes `docs/assets/latency-over-loss.svg`. Engines of simulated FP8 have no latency and are left out; of a
 graph that two runtimes compiled, the faster is shown. The axis of the loss is linear up to the budget and
