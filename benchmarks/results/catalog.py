@@ -163,6 +163,14 @@ ENTRIES = (
         accuracy.public_rankers,
     ),
     Entry(
+        "first_hour",
+        STAGES,
+        "From torch.onnx.export to a served bundle",
+        "benchmarks.public_rankers.first_hour",
+        costs.first_hour,
+        options="--place DIRECTORY --libraries DIRECTORY",
+    ),
+    Entry(
         "run_wall",
         ACCURACY,
         "Time of a run, before and after the ladder of plans",

@@ -207,6 +207,27 @@ def refresh(record: Record) -> str:
     )
 
 
+def first_hour(record: Record) -> str:
+    """Each public ranker from its export to an answer over HTTP: lines edited by hand, and seconds."""
+    steps = ("export", "init", "run", "serve")
+    rows = [
+        (
+            name,
+            str(len(found.get("edited_lines", ()))),
+            *(number(found["seconds"].get(step, float("nan"))) for step in steps),
+            f"{found['failed']} failed" if "failed" in found else _emitted(found["result"]),
+        )
+        for name, found in record.figures.items()
+    ]
+    head = ("ranker", "lines edited", *(f"{step}, s" for step in steps), "emitted")
+    return table(head, rows, notes=1) + f"\n\n{record.settings['beside'].capitalize()}."
+
+
+def _emitted(result: str) -> str:
+    """The plan in a run's first line, ``cpu: int8-safe, …``."""
+    return result.partition(": ")[2].partition(",")[0]
+
+
 def soak(record: Record) -> str:
     """Answers, errors and memory of the server."""
     answers, memory = record.figures["answers"], record.figures["anonymous_mib"]

@@ -297,7 +297,10 @@ def match_columns(
     )
     settle("end of the name", _longest_end)
     settle("the one list of its width", lambda _, able: _only(c for c in able if c.width))
-    settle("as many columns as it is wide, in file order", lambda spec, able: _stacked(spec, able, outside))
+    settle(
+        "as many columns as it is wide, in file order",
+        lambda spec, able: _stacked(spec, able, outside, bounds.get(spec.name, ())),
+    )
     left = [spec for spec in inputs if spec.name not in found]
     if len(left) == 1 and _width(left[0]) == 1:
         settle("the one column left", lambda _, able: _only(c for c in able if c.name not in outside))
@@ -313,22 +316,33 @@ def _fits(column: Column, spec: TensorSpec, bounds: Mapping[str, tuple[range | N
         return False
     if column.width:
         return len(spec.shape) == 2 and _width(spec) in {None, column.width}
-    known = [one for one in bounds.get(spec.name, ()) if one is not None]
-    return all(column.low >= one.start and column.high < one.stop for one in known[:1])
+    return _width(spec) != 1 or all(_holds(column, one) for one in bounds.get(spec.name, ())[:1])
+
+
+def _holds(column: Column, ids: range | None) -> bool:
+    return ids is None or (column.low >= ids.start and column.high < ids.stop)
 
 
 def _width(spec: TensorSpec) -> int | None:
     return spec.shape[1] if len(spec.shape) == 2 else 1
 
 
-def _stacked(spec: TensorSpec, able: Sequence[Column], outside: set[str]) -> list[str]:
-    """All scalar columns that are left, where they are as many as the input is wide."""
+def _stacked(
+    spec: TensorSpec, able: Sequence[Column], outside: set[str], bounds: Sequence[range | None]
+) -> list[str]:
+    """All scalar columns that are left, where they are as many as the input is wide and hold its ids.
+
+    A group or time is among them only where they are too few without it: many rankers look the user up.
+    """
     if _width(spec) in {None, 1}:
         return []
     is_float = np.dtype(spec.dtype).kind == "f"
-    left = [c for c in able if not c.width and c.name not in outside]
-    of_type = [c.name for c in left if (c.kind == "f") == is_float]
-    return next((each for each in (of_type, [c.name for c in left]) if len(each) == _width(spec)), [])
+    for left_out in (outside, set()):
+        left = [c for c in able if not c.width and c.name not in left_out]
+        for each in ([c for c in left if (c.kind == "f") == is_float], left):
+            if len(each) == _width(spec) and all(map(_holds, each, bounds)):
+                return [c.name for c in each]
+    return []
 
 
 def _longest_end(spec: TensorSpec, able: Sequence[Column]) -> list[str]:

@@ -147,6 +147,13 @@ def test_pages_open_from_disk(site: Path, browser: object, width: int) -> None:
     page.close()
 
 
+@pytest.mark.parametrize("word", ["docker", "pandas", "csv", "github action"])
+def test_search_knows_the_words_of_strangers(site: Path, word: str) -> None:
+    index = (site / "search" / "search_index.js").read_text(encoding="utf-8")
+    titles = re.findall(r'"title":"([^"]*)"', index)
+    assert any(word in title.lower() for title in titles), "no section is about it"
+
+
 def test_search_and_theme_work_from_disk(site: Path, browser: object) -> None:
     page = browser.new_page(viewport={"width": 1360, "height": 900})  # type: ignore[attr-defined]
     page.goto((site / "results" / "index.html").as_uri())

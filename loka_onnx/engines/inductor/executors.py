@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -37,6 +38,8 @@ Call = Callable[[list[Tensor]], Sequence[Tensor]]
 WARM_UPS = 3
 ALIGNMENT = 16
 """Bytes at whose multiples each input begins: kernels load as many at once."""
+_CAPTURING = threading.Lock()
+"""Held by the session that captures: PyTorch's allocator records for one graph at a time."""
 
 
 @dataclass(frozen=True)
@@ -165,9 +168,9 @@ class Gpu:
             call()
         self._stream.synchronize()
         graph = self._torch.cuda.CUDAGraph()
-        # Only errors of this thread end the capture: others may use the GPU meanwhile.
+        # Only errors of this thread end the capture: others may use the GPU meanwhile, but not capture too.
         how = {"pool": self._pool, "stream": self._stream, "capture_error_mode": "thread_local"}
-        with self._torch.cuda.graph(graph, **how):
+        with _CAPTURING, self._torch.cuda.graph(graph, **how):
             outputs = call()
         program = ctypes.c_void_p(graph.raw_cuda_graph_exec())
         replay = partial(self._driver.call, "cuGraphLaunch", program, self._handle)

@@ -66,6 +66,32 @@ def test_inputs_are_matched_by_name_end_of_name_and_width(tmp_path: Path) -> Non
     assert {match.input for match in proposal.matches if match.is_guess} == {"x", "features_item_", "seq"}
 
 
+@pytest.mark.parametrize(("shops", "columns"), [(100, ("user_id", "item", "shop")), (10, ())])
+def test_a_matrix_of_ids_takes_the_group_too_and_only_ids_of_its_tables(
+    tmp_path: Path, shops: int, columns: tuple[str, ...]
+) -> None:
+    """TorchRec's and DeepCTR's rankers look up the user by which rows are split; each column has a table."""
+    sizes = {"users": 50, "items": 9, "shops": shops}
+    tables = " ".join(f"t_{name} = ConstantOfShape(s_{name})" for name in sizes)
+    looked_up = " ".join(f"e_{name} = Gather(t_{name}, c_{name})" for name in sizes)
+    text = f"""
+        <ir_version: 10, opset_import: ["" : 21]>
+        g (int64[n, 3] ids) => (float[n, 1] score)
+        <{", ".join(f"int64[2] s_{name} = {{{size}, 1}}" for name, size in sizes.items())},
+         int64[1] one = {{1}}> {{
+            {tables} a, b, c = Split<axis = 1, num_outputs = 3>(ids)
+            c_users = Squeeze(a, one) c_items = Squeeze(b, one) c_shops = Squeeze(c, one) {looked_up}
+            both = Add(e_users, e_items) all = Add(both, e_shops) score = Sigmoid(all)
+        }}
+    """
+    onnx.save(onnx.parser.parse_model(text), tmp_path / "ranker.onnx")
+    draw = np.random.default_rng(1)
+    rows = write_rows(
+        tmp_path / "rows.parquet", shop=draw.permutation(np.arange(ROWS) % 100), price=None, age=None
+    )
+    assert columns_of(propose(tmp_path / "ranker.onnx", rows, home=tmp_path)) == {"ids": columns}
+
+
 def test_an_input_without_a_column_is_listed_with_candidates(tmp_path: Path) -> None:
     proposal = proposed(tmp_path, "int64[n] zip, int64[n] merchant")
     assert {match.input for match in proposal.unmatched} == {"zip", "merchant"}
