@@ -38,7 +38,8 @@ def planned_formats(config: RunConfig) -> tuple[NumberFormat, ...]:
     """Formats of activations in the plans of a run: of the precisions that it asks for, or else that its
     devices multiply, each FP8 if it can; FP8 where they multiply nothing in eight bits.
 
-    INT8 activations are UINT8 with a zero point, unless a device that needs INT8 plans takes only INT8.
+    INT8 activations are UINT8 with a zero point, unless a device that needs INT8 plans takes only INT8; one that
+    multiplies a planned FP8 needs none beside a device that does not.
     """
     float8 = config.plan.format.number_format
     able, taken = (defaultdict[str, set[NumberFormat]](set) for _ in range(2))
@@ -46,8 +47,9 @@ def planned_formats(config: RunConfig) -> tuple[NumberFormat, ...]:
         taken[target.device] |= {*backend.spec.formats_on(architecture)}
         able[target.device] |= {f for f in (float8, INT8, UINT8) if multiplies(backend, architecture, f)}
     asked = {*(config.plan.formats or (plan.quantized for plan in config.plan.plans or ()))} - {None}
-    needs = [device for device, formats in able.items() if asked or float8 not in formats]
-    is_symmetric = any(INT8 in taken[device] and UINT8 not in taken[device] for device in needs)
+    is_alone = bool(asked) and Precision.FP8 not in asked
+    needs = [device for device, formats in able.items() if is_alone or float8 not in formats]
+    is_symmetric = any(INT8 in taken[device] and UINT8 not in taken[device] for device in needs or able)
     known = {Precision.FP8: float8, Precision.INT8: INT8 if is_symmetric else UINT8}
     if not asked:
         asked = {Precision.FP8 for formats in able.values() if float8 in formats}

@@ -37,10 +37,10 @@ class Activation:
     def bounds(self) -> tuple[float, float, float] | None:
         """Upper ends of magnitudes that round to zero, are subnormal, do not saturate; None without a scale.
 
-        Also None with a zero point, as each sign then ends elsewhere.
+        Also None for integers: they have no subnormal numbers, and with a zero point each sign ends elsewhere.
         """
         scale, spec = self.scale.value, self.recipe.format if self.recipe is not None else None
-        if spec is None or spec.has_zero_point or scale is None or not isfinite(scale) or scale <= 0:
+        if spec is None or not spec.is_float or scale is None or not isfinite(scale) or scale <= 0:
             return None
         # Half of the smallest number is a tie, and ties go to even: to zero.
         return spec.smallest / 2 * scale, spec.min_normal * scale, spec.max * scale

@@ -162,7 +162,7 @@ def test_each_pair_of_engines_is_judged_in_requests_that_it_answers(place: Place
     assert small.title.startswith("cpu-onnxruntime-cpu-fp32 from ")
     assert large.title.startswith("cpu-onnxruntime-cpu-other from ")
     assert sizes(found) == [
-        ("in requests of 16 rows", "1 to 16 rows."), ("in requests of 512 rows", "17 to 512 rows.")
+        ("in requests of 16 rows", "1 to 16 rows."), ("in requests of 256 rows", "17 to 512 rows.")
     ]  # fmt: skip
     # 3000 rows leave a rest of 440 rows in the one and of 8 in the other, which the same engine answers.
     assert ends(found, "ctr: NE (logit)", 0) == (0.0, 0.0, 0.0)
