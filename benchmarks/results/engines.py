@@ -383,6 +383,9 @@ def gpu_rankers(record: Record) -> str:
     return table(head, rows) + "\n\n" + record.settings.get("beside", "").capitalize()
 
 
+LAUNCHED = "launch and wait"
+
+
 def host_requests(record: Record) -> str:
     """Time of a request from host memory over that of its kernels, and the gain of several sessions."""
     rows = []
@@ -390,16 +393,15 @@ def host_requests(record: Record) -> str:
         for batch in (key for key in found if key.isdigit()):
             held = found[batch]
             device = held["device"]["median_us"]
-            rates = [held[f"requests/s, {count}"] for count in (1, 2, 4)]
+            rates = [held[key] for count in (1, 2, 4) if (key := f"requests/s, {count}") in held]
             rows.append(
                 (
                     f"{name}, {batch}",
                     str(found["columns"]),
                     microseconds(device),
-                    f"+{held['arrays']['median_us'] - device:.0f}",
-                    f"+{held['buffers']['median_us'] - device:.0f}",
-                    f"{rates[0]:,.0f}",
-                    f"{max(rates[1:]) / rates[0]:.2f}",
+                    *(f"+{held[way]['median_us'] - device:.0f}" for way in ("arrays", "buffers", LAUNCHED)),
+                    f"{rates[0]:,.0f}" if rates else NOTHING,
+                    f"{max(rates[1:]) / rates[0]:.2f}" if rates else NOTHING,
                 )
             )
     head = (
@@ -408,6 +410,7 @@ def host_requests(record: Record) -> str:
         "kernels, µs",
         "from arrays, µs",
         "from `Engine.buffers`, µs",
+        "launch and wait alone, µs",
         "requests/s, one session",
         "times with several sessions",
     )

@@ -38,8 +38,8 @@ def planned_formats(config: RunConfig) -> tuple[NumberFormat, ...]:
     """Formats of activations in the plans of a run: of the precisions that it asks for, or else that its
     devices multiply, each FP8 if it can; FP8 where they multiply nothing in eight bits.
 
-    INT8 activations are UINT8 with a zero point, unless a device that needs INT8 plans takes only INT8; one that
-    multiplies a planned FP8 needs none beside a device that does not.
+    INT8 activations are UINT8 with a zero point, unless a device that needs INT8 plans takes only INT8.
+    Beside a device without FP8, one with a planned FP8 needs none.
     """
     float8 = config.plan.format.number_format
     able, taken = (defaultdict[str, set[NumberFormat]](set) for _ in range(2))

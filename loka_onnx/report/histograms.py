@@ -37,7 +37,7 @@ class Activation:
     def bounds(self) -> tuple[float, float, float] | None:
         """Upper ends of magnitudes that round to zero, are subnormal, do not saturate; None without a scale.
 
-        Also None for integers: they have no subnormal numbers, and with a zero point each sign ends elsewhere.
+        Also None for integers: no number is subnormal, and with a zero point each sign ends elsewhere.
         """
         scale, spec = self.scale.value, self.recipe.format if self.recipe is not None else None
         if spec is None or not spec.is_float or scale is None or not isfinite(scale) or scale <= 0:

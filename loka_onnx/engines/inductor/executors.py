@@ -402,7 +402,7 @@ class GraphExecutor(Executor):
             # Nothing holds the outputs on the device: other graphs may use their memory.
             return ()
 
-        # New memory holds zeros, which are ids. Libraries make a handle in each thread, which no capture allows.
+        # New memory holds zeros, which are ids. A library makes a handle a thread, which no capture allows.
         captured = self._capture(size, request, warm_ups=1)
         staging = Staging(arrays, upload, captured, tuple(host.numpy() for host in fetched), self)
         self._stagings.add(staging)

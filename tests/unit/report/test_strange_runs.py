@@ -16,8 +16,10 @@ from page_numbers import NUMBER, check_numbers, tables_of
 from sample_run import SampleRun
 
 from loka_onnx.core.evaluation import Choice, EvaluationSet
+from loka_onnx.core.formats import INT8
 from loka_onnx.core.intervals import Interval
 from loka_onnx.core.plan import PlanSet
+from loka_onnx.core.recipe import Granularity, Recipe
 from loka_onnx.core.statistics import MagnitudeHistogram
 from loka_onnx.report import ReportData, render
 from loka_onnx.report.chart import charts
@@ -98,6 +100,23 @@ def test_a_strange_run_has_a_report_with_its_numbers(
             )
     assert checked > 50
     assert markdown.read_text(encoding="utf-8").startswith("# ")
+
+
+def integers(data: ReportData) -> ReportData:
+    """The plans' products in INT8, under the scales that the recipe has had."""
+    recipe = Recipe(INT8, Granularity.PER_TENSOR, Granularity.PER_TENSOR, "amax")
+    plans = tuple(
+        replace(
+            plan, decisions=tuple(replace(each, recipe=each.recipe and recipe) for each in plan.decisions)
+        )
+        for plan in data.plans.plans
+    )
+    return replace(data, plans=PlanSet(plans))
+
+
+def test_integers_have_no_subnormal_range(sample: SampleRun) -> None:
+    data = integers(scales(6.0 / 127)(decided(sample.report)))
+    assert histogram_data(data, shown_plan(data))["sites"]
 
 
 @pytest.mark.parametrize(("value", "is_drawn"), [(6.0 / 448, True), (math.inf, False), (math.nan, False)])
