@@ -19,11 +19,11 @@ from loka_onnx.core.evaluation import Choice, EvaluationSet
 from loka_onnx.core.formats import INT8
 from loka_onnx.core.intervals import Interval
 from loka_onnx.core.plan import PlanSet
-from loka_onnx.core.recipe import Granularity, Recipe
+from loka_onnx.core.recipe import Recipe
 from loka_onnx.core.statistics import MagnitudeHistogram
 from loka_onnx.report import ReportData, render
 from loka_onnx.report.chart import charts
-from loka_onnx.report.histograms import histogram_data
+from loka_onnx.report.histograms import activations, histogram_data
 from loka_onnx.report.sections import build_document
 from loka_onnx.report.site_tables import shown_plan
 
@@ -102,21 +102,10 @@ def test_a_strange_run_has_a_report_with_its_numbers(
     assert markdown.read_text(encoding="utf-8").startswith("# ")
 
 
-def integers(data: ReportData) -> ReportData:
-    """The plans' products in INT8, under the scales that the recipe has had."""
-    recipe = Recipe(INT8, Granularity.PER_TENSOR, Granularity.PER_TENSOR, "amax")
-    plans = tuple(
-        replace(
-            plan, decisions=tuple(replace(each, recipe=each.recipe and recipe) for each in plan.decisions)
-        )
-        for plan in data.plans.plans
-    )
-    return replace(data, plans=PlanSet(plans))
-
-
 def test_integers_have_no_subnormal_range(sample: SampleRun) -> None:
-    data = integers(scales(6.0 / 127)(decided(sample.report)))
-    assert histogram_data(data, shown_plan(data))["sites"]
+    data = scales(6.0 / 448)(decided(sample.report))
+    drawn = next(item for item in activations(data, shown_plan(data)) if item.bounds is not None)
+    assert replace(drawn, recipe=Recipe.of(INT8)).bounds is None
 
 
 @pytest.mark.parametrize(("value", "is_drawn"), [(6.0 / 448, True), (math.inf, False), (math.nan, False)])
