@@ -13,7 +13,7 @@ import pytest
 
 from docs_site.code_blocks import blocks_of
 
-torch = pytest.importorskip("torch", reason="needs the extra export")
+torch = pytest.importorskip("torch", reason="needs torch: pip install 'loka-onnx[export]'")
 ROOT = Path(__file__).parents[2]
 BLOCKS = [block.body for block in blocks_of(ROOT / "docs/how-to/recipes.md") if block.language == "python"]
 SIZES, WIDTH, ROWS = {"user": 30, "item": 20, "country": 5}, 8, 6
