@@ -96,6 +96,8 @@ class StandInGpu:
         assert target.numel() * target.element_size() == source.numel() * source.element_size()
         return lambda: target.copy_(source)
 
+    moving = copying
+
     def capture(self, call: Any, *, warm_ups: int) -> Captured:
         self.calls.append("capture")
         outputs = tuple(output.clone() for output in call())
