@@ -5,7 +5,9 @@ batch does not outweigh a small one by its size alone.
 
 **The load is the unit.** A reloaded engine lies elsewhere in memory and may run 1 or 2 % faster or slower
 until the next load, however often it is timed. So engines are loaded several times, in turns, and each load
-gives one value, the logarithm of the time. With x_el of engine e in load l,
+gives one value, the logarithm of its least time: what else a busy host does only adds to a request, to more
+than half of them in some loads (of two equal engines on two cores with ten other processes, logarithms of
+medians differed by 7 to 11 % from load to load, of least times by 3 to 5 %). With x_el of engine e in load l,
 
     x_el = engine_e + load_l + ε_el,
 
@@ -14,7 +16,8 @@ values less fitted means; a slow load slows all engines and cancels. Two engines
 by the mean of their n differences ± t·s·√(2/n), with t the quantile of Student's distribution for `risk`,
 divided by the number of pairs of engines (Bonferroni), of batch sizes judged one by one, and of `ANALYSES`:
 engines that differ after the first need no further loads, and after the second only engines are loaded again
-that look different and are not told apart, as on a busy host. Engines timed apart have only the ratio of
+that look different and are not told apart, as on a busy host. An interval that still holds both 0 and such a
+difference (`LOOKS_APART`) tells nothing: it is no tie, and the medians decide. Engines timed apart have only the ratio of
 medians, without an interval: it contains differences of machines and days.
 
 Sources: Montgomery, "Design and Analysis of Experiments" (8th edition), sections 4.1 (the additive model of
@@ -41,7 +44,8 @@ ANALYSES = {3: 0.004, 6: 0.012, 12: 0.004}
 FIRST_LOADS, LOADS, MOST_LOADS = ANALYSES
 """Loads of every engine, of those that these do not tell from the fastest, and where some look apart."""
 LOOKS_APART = 0.05
-"""Relative difference of medians that is worth `MOST_LOADS`."""
+"""Relative difference of medians that is worth `MOST_LOADS`, and that decides after them: no equal engines of
+ordinary loads differ by so much, and no difference of precision is worth so much time."""
 
 _ROUNDING = 1e-9
 """Half width below which loads are alike but for the rounding of least squares."""
@@ -118,10 +122,14 @@ class Speed:
         return Interval(ratio, lower, upper, 1.0 - risk, loads)
 
     def is_slower(self, other: Speed, noise: float) -> bool:
-        """True if this engine is surely slower, by more than `noise`; timed apart, medians decide."""
+        """True if this engine is surely slower, by more than `noise`; timed apart, or where `MOST_LOADS` leave
+        open what `LOOKS_APART`, medians decide.
+        """
         times = self.over(other)
         if times is None:
             return self.ratio(other) > 1.0 + noise
+        if times.rows >= MOST_LOADS and times.value >= 1.0 + LOOKS_APART:
+            return True
         return times.value > 1.0 + noise and times.lower > 1.0
 
     def _in_common(self, other: Speed) -> tuple[int, ...]:
@@ -202,7 +210,8 @@ def _per_row(latencies: Mapping[int, Latency], batches: Sequence[int]) -> float:
 
 def _loads(latencies: Mapping[int, Latency], batches: Sequence[int]) -> list[float]:
     """Return the logarithm of the mean time per row of each load; empty where batch sizes differ in loads."""
-    parts = [[us / batch for us in latencies[batch].loads_us] for batch in batches]
+    loads = {batch: latencies[batch].least_us or latencies[batch].loads_us for batch in batches}
+    parts = [[us / batch for us in loads[batch]] for batch in batches]
     if len({len(each) for each in parts}) != 1:
         return []
     return [log(fmean(same)) for same in zip(*parts, strict=True)]
