@@ -126,6 +126,8 @@ class PlanId(StrEnum):
     FP32 = "fp32"
     BF16 = "bf16"
     FP16 = "fp16"
+    UNTOUCHED = "untouched"
+    """The exported model without mods and fusions, in FP16 where it fits, else in BF16."""
     FP8_ALL = "fp8-all"
     FP8_SAFE = "fp8-safe"
     FP8_FAST = "fp8-fast"

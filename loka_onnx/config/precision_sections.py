@@ -159,9 +159,10 @@ class PlanConfig(Strict):
     )
     plans: Annotated[tuple[PlanId, ...], EACH_ONCE] | None = Field(
         None,
-        description="plans that are built and compete: fp32, bf16, fp16, fp8-all, fp8-safe, fp8-fast, "
-        "int8-all, int8-safe; null for fp32, bf16, -all and -safe of each of `formats`, with fp16 where a "
-        "backend of a target can run it, and fp8-fast where kernel times of a target are known",
+        description="plans that are built and compete: fp32, bf16, fp16, untouched, fp8-all, fp8-safe, "
+        "fp8-fast, int8-all, int8-safe; null for fp32, bf16, -all and -safe of each of `formats`, with fp16 "
+        "where a backend of a target can run it, untouched where one is inductor on a GPU, and fp8-fast "
+        "where kernel times of a target are known",
     )
 
     @model_validator(mode="after")

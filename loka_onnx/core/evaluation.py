@@ -243,6 +243,7 @@ class Latency:
         counts_for_choice: False for a simulation, or another device of the architecture.
         lookup_p50_us: Median of the lookup in ONNX Runtime on the CPU, not in other figures; None for ids.
         loads_us: Median of each load; the i-th loads of engines timed in turns were timed together.
+        least_us: Least time of a request in each load, by which engines are compared (`planning.speed`).
         job: Build job that timed it; empty where the run did, in turns with all engines of the target.
     """
 
@@ -257,6 +258,7 @@ class Latency:
     loads_us: tuple[float, ...] = ()
     inputs: InputPlace = InputPlace.HOST
     job: str = ""
+    least_us: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -119,8 +119,8 @@ class PrecisionPlan:
     """One precision assignment of the whole model.
 
     Attributes:
-        id: ``fp32``, ``bf16``, ``fp16``, ``fp8-`` or ``int8-`` with ``all`` or ``safe``, ``fp8-fast`` or a
-            numbered refinement.
+        id: ``fp32``, ``bf16``, ``fp16``, ``untouched``, ``fp8-`` or ``int8-`` with ``all`` or ``safe``,
+            ``fp8-fast`` or a numbered refinement.
         model_digest: Digest of the model that it is for.
         base: Precision outside the quantized sites; `base_reason` says why, where the profile chose it.
         predicted_kl: Sum of the chosen sites' KL relative to the loss, per output, predicted from
@@ -136,6 +136,8 @@ class PrecisionPlan:
             of a plan with the same ones only.
         instead_of: Plan that was selected and missed on certification, of which this one has fewer sites in
             FP8; empty for one that competes.
+        untouched: Whether it is for the exported model before mods, which a backend compiles without fusions
+            of this project (`engines.base.Backend.untouched`).
     """
 
     SCHEMA: ClassVar[str] = "plan/4"
@@ -153,6 +155,7 @@ class PrecisionPlan:
     predicted_us: dict[str, dict[str, float]] = field(default_factory=dict)
     breaks_up: dict[str, dict[str, str]] = field(default_factory=dict)
     instead_of: str = ""
+    untouched: Annotated[bool, Field(exclude_if=not_)] = False
 
     @property
     def quantized_sites(self) -> tuple[str, ...]:

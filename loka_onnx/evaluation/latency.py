@@ -149,7 +149,8 @@ def measure_interleaved(
 def over_loads(loads: Sequence[Sequence[Latency]]) -> tuple[Latency, ...]:
     """Return the medians over several loadings of one engine, by ascending batch size.
 
-    Batch sizes that were not measured in every loading are left out; `loads_us` keeps each loading's p50.
+    Batch sizes that were not measured in every loading are left out; `loads_us` and `least_us` keep
+    p50 and least time of each loading.
     """
     by_batch: dict[int, list[Latency]] = {}
     for latency in (latency for load in loads for latency in load):
@@ -162,6 +163,7 @@ def over_loads(loads: Sequence[Sequence[Latency]]) -> tuple[Latency, ...]:
             p99_us=median(load.p99_us for load in each),
             repeats=sum(load.repeats for load in each),
             loads_us=tuple(load.p50_us for load in each),
+            least_us=tuple(least for load in each for least in load.least_us),
         )
         for _, each in sorted(by_batch.items())
         if len(each) == len(loads)
@@ -194,7 +196,8 @@ class _Turns:
         times_us = np.asarray(self.nanoseconds[engine], dtype=np.float64) / 1e3
         p50, p90, p99 = np.percentile(times_us, [50, 90, 99]).tolist()
         known = (batch, p50, p90, p99, times_us.size, device, counts_for_choice)
-        return Latency(*known, loads_us=(p50,), inputs=self.inputs[engine])
+        least = float(times_us.min())
+        return Latency(*known, loads_us=(p50,), inputs=self.inputs[engine], least_us=(least,))
 
 
 def _time_in_turns(

@@ -15,6 +15,7 @@ from loka_onnx.config import BuildConfig, Executor, RunConfig
 from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.backends import Fusions
 from loka_onnx.core.correction import CorrectionSet
+from loka_onnx.core.devices import CPU
 from loka_onnx.core.digests import digest_file
 from loka_onnx.core.engine import BuildStatus, EngineArtifact, EngineSet
 from loka_onnx.core.formats import Precision
@@ -151,8 +152,15 @@ class EngineBuilder:
             options = target.options.get(backend.name, {})
             for plan in plans.plans:
                 # A plan that rests on the speed of one device is no candidate for another.
-                if plan.device in {"", target.device} and plan.quantized not in moot.get(target.device, ()):
+                if plan.device not in {"", target.device} or plan.quantized in moot.get(target.device, ()):
+                    continue
+                if not plan.untouched:
                     yield Candidate(backend, target.device, architecture, plan, dict(options))
+                elif backend.untouched and (architecture != CPU or self._config.plan.plans is not None):
+                    # On a CPU, where it gains no time, only if it was asked for.
+                    yield Candidate(
+                        backend, target.device, architecture, plan, {**options, **backend.untouched}
+                    )
 
     def _work(self, source: Source, candidate: Candidate) -> Callable[[], EngineArtifact]:
         """Return the build of a candidate as a function; the planned model is written here, once."""
@@ -164,7 +172,8 @@ class EngineBuilder:
         if reason is not None:
             return partial(backend.refusal, plan, candidate.target, architecture, reason)
         try:
-            request = self._request(source.model, candidate)
+            whole = self.judging.context.exported
+            request = self._request(whole if plan.untouched else source.model, candidate)
         except TransformError as error:
             return partial(backend.failure, plan, candidate.target, architecture, str(error))
         if not away:

@@ -154,10 +154,14 @@ def buildable(config: RunConfig) -> Iterator[tuple[TargetConfig, Backend, str]]:
 def competing_plans(config: RunConfig, timed: Collection[str] = ()) -> tuple[PlanId, ...]:
     """Plans of a run, in the order they compete: those that the run file lists, if it lists any.
 
-    `fp8-fast` is made where kernel times are known of a device (`timed`).
+    `fp8-fast` is made where kernel times are known of a device (`timed`). `untouched` has no lookups to leave
+    out, so that there is none beside a model that is cut at its embeddings.
     """
     if config.plan.plans is not None:
         return config.plan.plans
+    is_whole = not config.model.split_sparse
+    here = is_whole and any(b.untouched and where != CPU for _, b, where in buildable(config))
+    untouched = (PlanId.UNTOUCHED,) if here else ()
     fp16 = (PlanId.FP16,) if _runs(config, Precision.FP16) else ()
     fast = (PlanId.FP8_FAST,) if any(target.device in timed for target in config.targets) else ()
     of_format = {
@@ -165,7 +169,7 @@ def competing_plans(config: RunConfig, timed: Collection[str] = ()) -> tuple[Pla
         Precision.INT8: (PlanId.INT8_ALL, PlanId.INT8_SAFE),
     }
     quantized = (plan for format in planned_formats(config) for plan in of_format[format.precision])
-    return (PlanId.FP32, PlanId.BF16, *fp16, *quantized)
+    return (PlanId.FP32, PlanId.BF16, *fp16, *untouched, *quantized)
 
 
 def _runs(config: RunConfig, precision: Precision) -> bool:

@@ -30,13 +30,15 @@ from loka_onnx.planning.base import Base, Bases, with_scales
 from loka_onnx.planning.costs import Costs, able_share, allowed_kl, share_of, useful_flops
 from loka_onnx.planning.judging import judge, percent
 from loka_onnx.planning.ladder import Ladder
-from loka_onnx.planning.patterns import named_places, nothing_left, wishes
+from loka_onnx.planning.patterns import find_places, named_places, nothing_left, wishes
 from loka_onnx.planning.search import FastSearch, Sites
 from loka_onnx.planning.site_speed import DeviceTimings, SiteSpeeds
 
 _QUANTIZED = tuple(f"{precision}-{which}" for precision in ("fp8", "int8") for which in ("all", "safe"))
 FAST = "fp8-fast"
 """The plan that is made for each device by its kernel times."""
+UNTOUCHED = "untouched"
+"""The plan of the exported model, which no mod has changed."""
 MATRIX = 2
 """Axes of a matrix."""
 
@@ -201,7 +203,7 @@ class Planner:
     def plans(self, plan_id: str) -> Iterator[PrecisionPlan]:
         """Yield the plans of that id: one, or of `FAST` one for each device on which it saves time."""
         if plan_id != FAST:
-            yield self._plan_of(plan_id)
+            yield self._untouched() if plan_id == UNTOUCHED else self._plan_of(plan_id)
             return
         if not self.options.devices:
             self._leave_out("no device was named that it could be made for")
@@ -264,11 +266,40 @@ class Planner:
             raise ConfigError(
                 f"E0707 unknown plan '{plan_id}'",
                 where="plan.plans",
-                evidence=f"known are {', '.join((*simple, *_QUANTIZED, FAST))}",
+                evidence=f"known are {', '.join((*simple, *_QUANTIZED, FAST, UNTOUCHED))}",
                 remedy="remove it, or correct its name",
             )
         obstacles = {site.name: self._obstacle(site, plan_id) for site in self.model.sites}
         return self._quantized_plan(plan_id, obstacles)
+
+    def _untouched(self) -> PrecisionPlan:
+        """Return the plan of the exported model: FP16 is as fast as BF16 and more exact, where it fits.
+
+        A tensor that mods removed has no magnitude in the profile: it counts as one that does not fit.
+        """
+        model, options = self.options.exported or self.model, self.options
+        graph, tensors = GraphModel.load(model.path), self.profile.tensors
+        kept = find_places(options.keep, model.sites, (node.name for node in graph.nodes))
+        norms = {s.name for s in model.sites if s.kind is SiteKind.NORM}
+        named = kept.nodes | {name: pattern for name, pattern in kept.sites.items() if name in norms}
+        bases = Bases(graph, tensors, options.protect, named)
+        base = bases.chosen(()) if tensors else bases.fixed(Precision.BF16)
+        usual = f"everything of the exported model runs in {base.precision}"
+        decisions = tuple(
+            Decision(
+                site.name,
+                Precision.FP32 if site.name in base.wide else base.precision,
+                None,
+                Verdict.NOT_JUDGED,
+                base.wide.get(site.name, usual),
+            )
+            for site in model.sites
+        )
+        sites = {site.name for site in model.sites}
+        wide = tuple(Wide(node, reason) for node, reason in base.wide.items() if node not in sites)
+        return PrecisionPlan(
+            UNTOUCHED, model.digest, base.precision, decisions, {}, 0.0, wide, base.reason, untouched=True
+        )
 
     def _climb(self, plan_id: str) -> Climb | None:
         return self.options.safe.by_precision.get(self.precision) if plan_id.endswith("-safe") else None

@@ -286,12 +286,13 @@ def _compare_sites(before: ModelArtifact, modified: ModelArtifact) -> None:
 def _replanned(context: Context, before: EarlierRun, modified: ModelArtifact, profile: Profile) -> PlanSet:
     """Write the plans of the engines to build, with new scales → `plan.json`."""
     wanted = [plan for plan in before.plans.plans if plan.id in before.wanted_plans]
-    reason = unproven_reason(wanted, modified, profile, context.config.plan.protect)
-    if reason:
-        raise _Outdated(reason, ModelError)
+    models = {plan.id: context.exported if plan.untouched else modified for plan in wanted}
+    for plan in wanted:
+        if reason := unproven_reason(plan, models[plan.id], profile, context.config.plan.protect):
+            raise _Outdated(reason, ModelError)
 
     def make() -> PlanSet:
-        again = tuple(replan(plan, modified, profile, context.specs) for plan in wanted)
+        again = tuple(replan(plan, models[plan.id], profile, context.specs) for plan in wanted)
         return PlanSet(again, before.plans.notes, able_share=before.plans.able_share)
 
     return context.directory.document(REPLAN, {"plans": wanted, "profile": profile}, make)

@@ -164,6 +164,8 @@ def test_loads_are_put_together_by_their_medians_at_the_sizes_that_all_finished(
     known = [next(each for each in load if each.batch == 4) for load in loads]
     assert four.loads_us == tuple(each.p50_us for each in known)
     assert four.p50_us == sorted(four.loads_us)[1]
+    assert four.least_us == tuple(each.least_us[0] for each in known)
+    assert all(least < median for least, median in zip(four.least_us, four.loads_us, strict=True))
     assert four.repeats == sum(each.repeats for each in known)
     assert over_loads([]) == ()
 

@@ -82,6 +82,16 @@ def test_formats_are_what_the_targets_multiply(config, instructions, targets, in
     assert [format.id for format in planned_formats(config(*targets))] == formats
 
 
+def test_the_untouched_model_competes_on_gpus_of_inductor(config, tmp_path):
+    for targets in ((H100,), (CPU, A100)):
+        assert PlanId.UNTOUCHED in competing_plans(config(*targets))
+    for targets in ((CPU,), (INDUCTOR,), (RTX,)):
+        assert PlanId.UNTOUCHED not in competing_plans(config(*targets))
+    # The exported model has no part of its own for the lookups.
+    cut = config_of(tmp_path, model={"onnx": "ranker.onnx", "split_sparse": True}, targets=[H100])
+    assert PlanId.UNTOUCHED not in competing_plans(cut)
+
+
 def test_formats_follow_what_is_asked_for(config, instructions):
     instructions("avx512_vnni")
     plans = ["fp32", "fp8-all", "int8-safe"]
