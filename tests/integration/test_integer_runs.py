@@ -81,6 +81,24 @@ def test_a_fleet_host_loads_it_where_it_has_the_instructions(finished, monkeypat
     assert 0 < np.abs(answers["ctr"] - exact["ctr"]).max() < 0.2
 
 
+def test_a_value_that_no_calibration_row_has_is_inside_the_ranges(tmp_path):
+    """Three in a hundred rows of the other splits hold the lowest value of an input, far below the rest."""
+    place, columns = make_workplace(tmp_path / "place"), make_columns()
+    d0 = np.random.default_rng(2).integers(0, 3, ROWS).astype(np.float32)
+    d0[ROWS // 5 :: 33] = -9.0
+    write_rows(place.path / "rows.parquet", columns | {"d0": d0})
+    split = {"by": "order", "fractions": {"calibration": 0.2, "selection": 0.3, "certification": 0.5}}
+    place.write_run_file(
+        plan={"plans": ["fp32", "int8-all"], "formats": ["int8"]}, data={"split": split, "group": None}
+    )
+    run(place.run_file, RunOptions(until=Stage.PLAN))
+    profile = serde.read(Profile, place.output / "profile.json")
+    joined = profile.site("fc1").operands["joined"]
+    assert joined.minimum == -9.0
+    scale, zero = (profile.scales[name]["joined"] for name in ("uint8/mse", "uint8/mse/zero_point"))
+    assert -9.0 >= -(zero + 0.5) * scale
+
+
 def test_two_formats_compete_in_one_run(tmp_path):
     """FP8 plans are made; none of their engines could be chosen on a CPU that multiplies INT8."""
     place = make_workplace(tmp_path / "place")
