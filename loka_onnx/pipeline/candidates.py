@@ -151,7 +151,8 @@ class EngineBuilder:
             options = target.options.get(backend.name, {})
             for plan in plans.plans:
                 # A plan that rests on the speed of one device is no candidate for another.
-                if plan.device in {"", target.device} and plan.quantized not in moot.get(target.device, ()):
+                is_moot = plan.quantized_sites and {*plan.precisions} <= {*moot.get(target.device, ())}
+                if plan.device in {"", target.device} and not is_moot:
                     yield Candidate(backend, target.device, architecture, plan, dict(options))
 
     def _work(self, source: Source, candidate: Candidate) -> Callable[[], EngineArtifact]:
