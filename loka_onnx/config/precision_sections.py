@@ -162,7 +162,8 @@ class PlanConfig(Strict):
         description="plans that are built and compete: fp32, bf16, fp16, fp8-all, fp8-safe, fp8-fast, "
         "int8-all, int8-safe, mixed (each site in the one of fp8 and int8 that suits it); null for fp32, "
         "bf16, -all and -safe of each of `formats`, with fp16 where a backend of a target can run it, "
-        "fp8-fast where kernel times of a target are known, and mixed where a backend multiplies both `formats`",
+        "fp8-fast where kernel times of a target are known, and mixed where a backend multiplies both "
+        "`formats`",
     )
 
     @model_validator(mode="after")

@@ -169,7 +169,7 @@ def competing_plans(config: RunConfig, timed: Collection[str] = ()) -> tuple[Pla
     }
     formats = planned_formats(config)
     quantized = [plan for format in formats for plan in of_format[format.precision]]
-    both = (all(multiplies(*pair, format) for format in formats) for _, *pair in buildable(config))
+    both = (all(multiplies(backend, at, f) for f in formats) for _, backend, at in buildable(config))
     quantized += [PlanId.MIXED] if len(formats) > 1 and any(both) else []
     return (PlanId.FP32, PlanId.BF16, *fp16, *quantized)
 

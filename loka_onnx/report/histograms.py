@@ -85,9 +85,9 @@ class SiteRow:
 def site_rows(data: ReportData, plan: PrecisionPlan | None) -> Iterator[SiteRow]:
     """Yield every site in model order."""
     decisions = {} if plan is None else {decision.site: decision for decision in plan.decisions}
-    low = () if plan is None else plan.precisions or quantized_precisions(plan.id)
-    known = plan.formats if plan is not None and plan.precisions else next(iter(low), {})
-    profile = data.profile.of(known) if known else data.profile
+    profile = data.profile
+    if plan is not None and (low := plan.precisions or quantized_precisions(plan.id)):
+        profile = profile.of(plan.formats or low[0])
     profiles = {entry.site: entry for entry in profile.sites}
     for site in data.modified.sites:
         yield SiteRow(site, decisions.get(site.name), profiles.get(site.name))
