@@ -36,10 +36,19 @@ class SpeedVerdict(StrEnum):
     """No kernel of such a product was timed on the device."""
 
 
-def quantized_precision(plan_id: str) -> Precision | None:
-    """FP8 or INT8, by the id of a plan: its first word. None of a plan in high precision."""
-    word = plan_id.partition("-")[0]
-    return Precision(word) if word in {Precision.FP8, Precision.INT8} else None
+EIGHT_BITS = (Precision.FP8, Precision.INT8)
+MIXED = "mixed"
+"""Kind of the plan whose sites run in the one or the other."""
+
+
+def kind_of(plan_id: str) -> str:
+    """Return the first word of the id of a plan: ``fp8``, ``int8`` or ``mixed``, or the base."""
+    return plan_id.partition("-")[0]
+
+
+def quantized_precisions(plan_id: str) -> tuple[Precision, ...]:
+    """FP8 or INT8, by the kind of a plan; both of `MIXED`, none of a plan in high precision."""
+    return tuple(precision for precision in EIGHT_BITS if kind_of(plan_id) in {precision, MIXED})
 
 
 @dataclass(frozen=True)
@@ -120,7 +129,7 @@ class PrecisionPlan:
 
     Attributes:
         id: ``fp32``, ``bf16``, ``fp16``, ``untouched``, ``fp8-`` or ``int8-`` with ``all`` or ``safe``,
-            ``fp8-fast`` or a numbered refinement.
+            ``fp8-fast``, ``mixed`` or a numbered refinement.
         model_digest: Digest of the model that it is for.
         base: Precision outside the quantized sites; `base_reason` says why, where the profile chose it.
         predicted_kl: Sum of the chosen sites' KL relative to the loss, per output, predicted from
@@ -163,9 +172,22 @@ class PrecisionPlan:
         return tuple(d.site for d in self.decisions if d.precision.is_quantized)
 
     @property
-    def quantized(self) -> Precision | None:
-        """FP8 or INT8, in which its quantized sites run; None without any."""
-        return next((d.precision for d in self.decisions if d.precision.is_quantized), None)
+    def precisions(self) -> tuple[Precision, ...]:
+        """FP8 and INT8, as far as its quantized sites run in them."""
+        used = {d.precision for d in self.decisions}
+        return tuple(precision for precision in EIGHT_BITS if precision in used)
+
+    @property
+    def kind(self) -> str:
+        """``fp8``, ``int8`` or ``mixed``, by `precisions`; empty without any."""
+        known = self.precisions
+        return MIXED if len(known) > 1 else "".join(known)
+
+    @property
+    def formats(self) -> dict[str, Precision]:
+        """FP8 or INT8 of each site, of one in high precision the first of the plan; empty without any."""
+        known = self.precisions
+        return {d.site: d.precision if d.precision in known else known[0] for d in self.decisions if known}
 
     @property
     def fp8_sites(self) -> tuple[str, ...]:
@@ -222,7 +244,7 @@ class PlanSet(Tabular):
     @property
     def quantized(self) -> str:
         """``FP8``, ``INT8`` or ``FP8 or INT8``: precisions of quantized sites; ``FP8`` without any."""
-        known = dict.fromkeys(filter(None, (quantized_precision(plan.id) for plan in self.plans)))
+        known = dict.fromkeys(p for plan in self.plans for p in quantized_precisions(plan.id))
         return " or ".join(precision.upper() for precision in known or (Precision.FP8,))
 
     def plan(self, plan_id: str) -> PrecisionPlan:
@@ -269,9 +291,9 @@ class Climb:
 
 @dataclass(frozen=True)
 class Climbs:
-    """The climbed ladders, each by the precision of its sites."""
+    """The climbed ladders, each by the `kind_of` its plan."""
 
-    SCHEMA: ClassVar[str] = "climbs/1"
+    SCHEMA: ClassVar[str] = "climbs/2"
     __pydantic_config__ = STRICT
 
-    by_precision: dict[Precision, Climb] = field(default_factory=dict)
+    by_kind: dict[str, Climb] = field(default_factory=dict)

@@ -152,7 +152,8 @@ class EngineBuilder:
             options = target.options.get(backend.name, {})
             for plan in plans.plans:
                 # A plan that rests on the speed of one device is no candidate for another.
-                if plan.device not in {"", target.device} or plan.quantized in moot.get(target.device, ()):
+                is_moot = plan.quantized_sites and {*plan.precisions} <= {*moot.get(target.device, ())}
+                if plan.device not in {"", target.device} or is_moot:
                     continue
                 if not plan.untouched:
                     yield Candidate(backend, target.device, architecture, plan, dict(options))

@@ -141,7 +141,7 @@ def _seconds(context: Context, trial: Trial) -> dict[str, float]:
     calibration = min(context.splits.calibration.rows, config.calibration.rows or 1 << 60)
     formats = len({recipe.precision for recipe in planned_recipes(config)})
     sites = formats * sum(site.is_fp8_able for site in context.exported.sites)
-    plans = [plan for plan in competing_plans(config) if plan.quantized is not None]
+    plans = [plan for plan in competing_plans(config) if plan.precisions]
     here = sum(not backend.build_blocker(a) for _, backend, a in buildable(config))
     engines, judged = here * (1 + len(plans)), sum(rows.values())
     exact, low, busy = trial.exact_seconds, trial.low_seconds, trial.busy

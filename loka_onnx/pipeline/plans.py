@@ -9,7 +9,7 @@ from dataclasses import replace
 from loka_onnx.config import PlanId, RunConfig, ScaleRule, TargetConfig
 from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.formats import INT8, UINT8, NumberFormat, Precision
-from loka_onnx.core.plan import Climbs, Decision, PlanSet, PrecisionPlan, Verdict
+from loka_onnx.core.plan import EIGHT_BITS, Climbs, Decision, PlanSet, PrecisionPlan, Verdict
 from loka_onnx.core.profile import Profile
 from loka_onnx.core.recipe import AMAX, MSE, Granularity, Recipe
 from loka_onnx.engines.base import Backend
@@ -39,15 +39,18 @@ def planned_formats(config: RunConfig) -> tuple[NumberFormat, ...]:
     devices multiply, each FP8 if it can; FP8 where they multiply nothing in eight bits.
 
     INT8 activations are UINT8 with a zero point, unless a device that needs INT8 plans takes only INT8.
-    Beside a device without FP8, one with a planned FP8 needs none.
+    Beside a device without FP8, one with a planned FP8 needs none, but where both are asked for and `mixed`
+    competes.
     """
     float8 = config.plan.format.number_format
     able, taken = (defaultdict[str, set[NumberFormat]](set) for _ in range(2))
     for target, backend, architecture in buildable(config):
         taken[target.device] |= {*backend.spec.formats_on(architecture)}
         able[target.device] |= {f for f in (float8, INT8, UINT8) if multiplies(backend, architecture, f)}
-    asked = {*(config.plan.formats or (plan.quantized for plan in config.plan.plans or ()))} - {None}
+    plans = config.plan.plans
+    asked = {*(config.plan.formats or (precision for plan in plans or () for precision in plan.precisions))}
     is_alone = bool(asked) and Precision.FP8 not in asked
+    is_alone |= {*EIGHT_BITS} <= asked and PlanId.MIXED in (plans or (PlanId.MIXED,))
     needs = [device for device, formats in able.items() if is_alone or float8 not in formats]
     is_symmetric = any(INT8 in taken[device] and UINT8 not in taken[device] for device in needs or able)
     known = {Precision.FP8: float8, Precision.INT8: INT8 if is_symmetric else UINT8}
@@ -168,7 +171,10 @@ def competing_plans(config: RunConfig, timed: Collection[str] = ()) -> tuple[Pla
         Precision.FP8: (PlanId.FP8_ALL, PlanId.FP8_SAFE, *fast),
         Precision.INT8: (PlanId.INT8_ALL, PlanId.INT8_SAFE),
     }
-    quantized = (plan for format in planned_formats(config) for plan in of_format[format.precision])
+    formats = planned_formats(config)
+    quantized = [plan for format in formats for plan in of_format[format.precision]]
+    both = (all(multiplies(backend, at, f) for f in formats) for _, backend, at in buildable(config))
+    quantized += [PlanId.MIXED] if len(formats) > 1 and any(both) else []
     return (PlanId.FP32, PlanId.BF16, *fp16, *untouched, *quantized)
 
 

@@ -10,6 +10,7 @@ from loka_onnx.core.artifact import ModelArtifact, OutputSpec
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.intervals import CONFIDENCE
 from loka_onnx.core.plan import (
+    MIXED,
     Climb,
     Climbs,
     Decision,
@@ -19,28 +20,28 @@ from loka_onnx.core.plan import (
     SiteSpeed,
     Verdict,
     Wide,
-    quantized_precision,
+    kind_of,
+    quantized_precisions,
 )
 from loka_onnx.core.profile import Profile
 from loka_onnx.core.recipe import Recipe
 from loka_onnx.core.site import Site, SiteKind
 from loka_onnx.errors import ConfigError
-from loka_onnx.graph.model import GraphModel, values_of
+from loka_onnx.graph.model import GraphModel
 from loka_onnx.planning.base import Base, Bases, with_scales
 from loka_onnx.planning.costs import Costs, able_share, allowed_kl, share_of, useful_flops
 from loka_onnx.planning.judging import judge, percent
 from loka_onnx.planning.ladder import Ladder
+from loka_onnx.planning.mixing import Mixture, mix_formats, why_no_integers
 from loka_onnx.planning.patterns import find_places, named_places, nothing_left, wishes
 from loka_onnx.planning.search import FastSearch, Sites
 from loka_onnx.planning.site_speed import DeviceTimings, SiteSpeeds
 
-_QUANTIZED = tuple(f"{precision}-{which}" for precision in ("fp8", "int8") for which in ("all", "safe"))
+_QUANTIZED = ("fp8-all", "fp8-safe", "int8-all", "int8-safe", MIXED)
 FAST = "fp8-fast"
 """The plan that is made for each device by its kernel times."""
 UNTOUCHED = "untouched"
 """The plan of the exported model, which no mod has changed."""
-MATRIX = 2
-"""Axes of a matrix."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +60,8 @@ class PlanOptions:
         exported: The model before mods, for which the patterns were written; a pattern that matches only
             there becomes a note. None where plans are made for that model itself.
         devices: Kernel times of each device; one without any becomes a note and gets no plan `fp8-fast`.
-        safe: The climbed rungs, the sites of `fp8-safe` and `int8-safe`. A plan without one, as nothing was
-            judged jointly, rests on the bounds of single sites (`judging`).
+        safe: The climbed rungs, the sites of `fp8-safe`, `int8-safe` and `mixed`. A plan without one, as
+            nothing was judged jointly, rests on the bounds of single sites (`judging`).
     """
 
     keep: tuple[str, ...] = ()
@@ -97,37 +98,33 @@ def make_plans(
     magnitudes for FP16.
     """
     options = options or PlanOptions()
-    planners = {
-        precision: Planner(model, profile, outputs, recipes, options, precision)
-        for precision in dict.fromkeys(recipe.precision for recipe in recipes)
-    }
+    kinds: list[str] = [*dict.fromkeys(recipe.precision for recipe in recipes)]
+    kinds += [MIXED] if MIXED in options.plans else []
+    planners = {kind: Planner(model, profile, outputs, recipes, options, kind) for kind in kinds}
     # Plans in high precision are the same for each.
     first = next(iter(planners.values()))
 
     def planner_of(plan_id: str) -> Planner:
-        precision = quantized_precision(plan_id)
-        return first if precision is None else planners.get(precision, first)
+        return planners.get(kind_of(plan_id), first)
 
     plans = tuple(plan for plan_id in options.plans for plan in planner_of(plan_id).plans(plan_id))
     notes = dict.fromkeys(note for planner in planners.values() for note in planner.notes)
-    speeds = tuple(speed for planner in planners.values() for speed in planner.speeds)
+    speeds = tuple(speed for kind, of in planners.items() if kind != MIXED for speed in of.speeds)
     share = able_share(model, sum(first.flops.values()))
     return PlanSet(_compared(plans, planners), tuple(notes), speeds, share)
 
 
-def _compared(
-    plans: Sequence[PrecisionPlan], planners: Mapping[Precision, Planner]
-) -> tuple[PrecisionPlan, ...]:
+def _compared(plans: Sequence[PrecisionPlan], planners: Mapping[str, Planner]) -> tuple[PrecisionPlan, ...]:
     """Add to the reasons of sites that are out of one safe plan and in that of another precision by how much
     the two differ.
     """
     safe = [plan for plan in plans if plan.id.endswith("-safe")]
 
     def compared(decision: Decision, plan: PrecisionPlan) -> Decision:
-        ours = quantized_precision(plan.id)
+        ours = Precision(kind_of(plan.id))
         for other in safe:
             there = other.decision(decision.site).precision
-            if decision.precision.is_quantized or ours is None or not there.is_quantized:
+            if decision.precision.is_quantized or not there.is_quantized:
                 continue
             kl, kl_there = (percent(planners[each].kl_of(decision.site)) for each in (ours, there))
             words = f"{there.upper()}, with a KL of {kl_there} against {kl} in {ours.upper()}"
@@ -174,8 +171,8 @@ def open_verdicts(
 
 
 class Planner:
-    """Makes plans of one model in one precision, that of the first recipe by default; other arguments and
-    errors are those of `make_plans`.
+    """Makes plans of one model and one kind: in the precision of the first recipe by default, or `MIXED`;
+    other arguments and errors are those of `make_plans`.
     """
 
     def __init__(
@@ -185,13 +182,18 @@ class Planner:
         outputs: tuple[OutputSpec, ...],
         recipes: Sequence[Recipe],
         options: PlanOptions,
-        precision: Precision | None = None,
+        kind: str = "",
     ) -> None:
         self.model, self.outputs, self.options = model, outputs, options
-        self.precision = recipes[0].precision if precision is None else precision
-        self.recipes = {recipe.id: recipe for recipe in recipes if recipe.precision is self.precision}
-        profile = self.profile = profile.of(self.precision)
+        self.kind = kind or recipes[0].precision
+        precisions = quantized_precisions(self.kind)
+        self.recipes = {recipe.id: recipe for recipe in recipes if recipe.precision in precisions}
         graph = self.graph = GraphModel.load(model.path)
+        self.mixture = Mixture(dict.fromkeys((site.name for site in model.sites), precisions[0]), {})
+        if self.kind == MIXED:
+            costs = {precision: Costs(profile.of(precision), outputs) for precision in precisions}
+            self.mixture = mix_formats(graph, model.sites, outputs, costs, {})
+        profile = self.profile = profile.of(self.mixture.formats)
         self.flops = {site.name: useful_flops(graph, site) for site in model.sites if site.is_fp8_able}
         self.costs = Costs(profile, outputs)
         named, forced = wishes(model, graph, options.keep, options.force, options.exported)
@@ -203,7 +205,12 @@ class Planner:
     def plans(self, plan_id: str) -> Iterator[PrecisionPlan]:
         """Yield the plans of that id: one, or of `FAST` one for each device on which it saves time."""
         if plan_id != FAST:
-            yield self._untouched() if plan_id == UNTOUCHED else self._plan_of(plan_id)
+            plan = self._untouched() if plan_id == UNTOUCHED else self._plan_of(plan_id)
+            if plan_id == MIXED and plan.kind != MIXED:
+                only = plan.kind.upper() or "none of both"
+                self.notes.append(f"plan {MIXED} is left out: it would have sites in {only} alone")
+            else:
+                yield plan
             return
         if not self.options.devices:
             self._leave_out("no device was named that it could be made for")
@@ -251,7 +258,7 @@ class Planner:
         """
         if plan is None:
             obstacles = {site.name: self._kept_out(site) for site in self.model.sites}
-            plan = self._quantized_plan(f"{self.precision}-safe", obstacles)
+            plan = self._quantized_plan(MIXED if self.kind == MIXED else f"{self.kind}-safe", obstacles)
         ladder = Ladder(self.model, self.profile, self.outputs, self.speeds, self.forced)
         device = plan.device or next(iter(self._site_speeds), "")
         return LadderStart(ladder, ladder.rungs(plan.quantized_sites, device), plan)
@@ -281,7 +288,7 @@ class Planner:
         graph, tensors = GraphModel.load(model.path), self.profile.tensors
         kept = find_places(options.keep, model.sites, (node.name for node in graph.nodes))
         norms = {s.name for s in model.sites if s.kind is SiteKind.NORM}
-        named = kept.nodes | {name: pattern for name, pattern in kept.sites.items() if name in norms}
+        named = {**kept.nodes, **{name: pattern for name, pattern in kept.sites.items() if name in norms}}
         bases = Bases(graph, tensors, options.protect, named)
         base = bases.chosen(()) if tensors else bases.fixed(Precision.BF16)
         usual = f"everything of the exported model runs in {base.precision}"
@@ -302,7 +309,8 @@ class Planner:
         )
 
     def _climb(self, plan_id: str) -> Climb | None:
-        return self.options.safe.by_precision.get(self.precision) if plan_id.endswith("-safe") else None
+        is_climbed = plan_id == MIXED or plan_id.endswith("-safe")
+        return self.options.safe.by_kind.get(self.kind) if is_climbed else None
 
     def _quantized_plan(self, plan_id: str, obstacles: Mapping[str, str | None]) -> PrecisionPlan:
         """Return the plan with every site quantized that has no obstacle."""
@@ -323,7 +331,7 @@ class Planner:
     def _plan(self, plan_id: str, base: Base, decisions: tuple[Decision, ...]) -> PrecisionPlan:
         chosen = {d.site for d in decisions if d.precision.is_quantized}
         sites = {d.site for d in decisions}
-        outputs = self.outputs if quantized_precision(plan_id) else ()
+        outputs = self.outputs if quantized_precisions(plan_id) else ()
         return PrecisionPlan(
             id=plan_id,
             model_digest=self.model.digest,
@@ -348,7 +356,7 @@ class Planner:
     @cached_property
     def _site_speeds(self) -> dict[str, SiteSpeeds]:
         # Kernel times compare FP8 with the base.
-        if self.precision is not Precision.FP8 or not any(known.timings for known in self.options.devices):
+        if self.kind != Precision.FP8 or not any(known.timings for known in self.options.devices):
             return {}
         base = self.options.base or Precision.BF16
         recipes = {site.name: self._recipe(site) for site in self.model.sites if site.is_fp8_able}
@@ -421,7 +429,13 @@ class Planner:
         judgement = self.judgements[name]
         if name in self.kept:
             obstacle = f"kept in {precision} by '{self.kept[name]}'; "
-        return Decision(name, precision, None, judgement.verdict, f"{obstacle or ''}{judgement.reason}")
+        reason = f"{obstacle or ''}{judgement.reason}{self._why_format(name)}"
+        return Decision(name, precision, None, judgement.verdict, reason)
+
+    def _why_format(self, site: str) -> str:
+        """Return which format a site has, or would have, in a mixed plan, and which lost by how much."""
+        why = self.mixture.reasons.get(site)
+        return f"; {why}" if why else ""
 
     def _norm_decision(self, name: str, base: Precision) -> Decision:
         if name in self.kept:
@@ -449,9 +463,11 @@ class Planner:
 
     def _kept_out(self, site: Site, *, takes_thin: bool = False) -> str | None:
         """Return why a site may not be quantized whatever it costs, as a prefix; None where it may."""
-        name, no_integers = self.precision.upper(), self._no_integers(site)
+        precision = self.mixture.formats.get(site.name, Precision.FP8)
+        no_integers = why_no_integers(self.graph, site) if precision is Precision.INT8 else ""
         if no_integers or site.name in self.forced:
-            return no_integers
+            return no_integers or None
+        name = precision.upper()
         if site.kind is SiteKind.NORM or site.name in self.kept:
             return ""
         if site.name in self.bases.protected:
@@ -462,18 +478,6 @@ class Planner:
             return f"K = {site.k}, N = {site.n}: {name} kernels want both to be at least 16; "
         return None
 
-    def _no_integers(self, site: Site) -> str | None:
-        """Return why no backend multiplies a site in INT8, as a prefix; None else, and in FP8."""
-        weight = site.weight
-        if weight is None or self.precision is not Precision.INT8:
-            return None
-        if weight.index == 0 and site.op_type in {"MatMul", "Gemm"}:
-            return "its weight is the left factor: no INT8 kernel has a scale for each of its rows; "
-        axes = values_of(self.graph.node(site.name).inputs[weight.index]).ndim
-        if axes > MATRIX and site.op_type == "MatMul":
-            return f"its weight has {axes} axes: no INT8 kernel has a scale for each channel of it; "
-        return None
-
     def _quantized(self, site: Site, climb: Climb | None = None) -> Decision:
         recipe, judgement = self._recipe(site), self.judgements[site.name]
         verdict, reason = judgement.verdict, judgement.reason
@@ -482,6 +486,7 @@ class Planner:
         elif climb is not None:
             # Together with these sites it is inside the budget, whatever its verdict among all sites.
             verdict, reason = Verdict.SAFE, f"{_on_rung(climb)}; {reason}"
+        reason += self._why_format(site.name)
         decision = Decision(site.name, recipe.precision, recipe, verdict, reason)
         return with_scales(decision, site, recipe, self.graph, self.profile)
 

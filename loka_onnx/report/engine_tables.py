@@ -39,6 +39,7 @@ from loka_onnx.report.figures import (
     counted,
     derive,
     formed,
+    joined,
     metric_interval,
     percent_interval,
     shown,
@@ -111,13 +112,18 @@ def fp8_sites(data: ReportData, engine: EngineArtifact) -> Told:
     plan = data.plan(engine.plan)
     if plan is None:
         return Told(numbers.NONE)
-    precision = plan.quantized or Precision.FP8
-    planned = counted(plan, "decisions", precision=precision)
-    if not plan.quantized_sites:
-        return planned
-    if not engine.sites:
-        return told("{} planned", planned)
-    return told("{} of {}", counted(engine, "sites", engaged=True, planned=precision), planned)
+    parts = []
+    for precision in plan.precisions or (Precision.FP8,):
+        planned = counted(plan, "decisions", precision=precision)
+        if not plan.quantized_sites:
+            return planned
+        told_of = f" {precision.upper()}" if len(plan.precisions) > 1 else ""
+        if engine.sites:
+            ran = counted(engine, "sites", engaged=True, planned=precision)
+            parts.append(told(f"{{}} of {{}}{told_of}", ran, planned))
+        else:
+            parts.append(told(f"{{}} planned{told_of}", planned))
+    return joined(", ", parts)
 
 
 def fp8_share(data: ReportData, engine: EngineArtifact) -> Told:

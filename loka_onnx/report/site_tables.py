@@ -16,7 +16,7 @@ from loka_onnx.report.document import Cell, Column, Section, Table, Tone, number
 from loka_onnx.report.figures import Place, Told, derive, formed, joined, percent_interval, shown, told
 from loka_onnx.report.histograms import SiteRow, activation_table, site_rows
 
-_SAFE_PLANS = ("fp8-safe", "int8-safe")
+_SAFE_PLANS = ("fp8-safe", "int8-safe", "mixed")
 _VERDICT_TONES = {
     Verdict.SAFE: Tone.GOOD,
     Verdict.UNSAFE: Tone.BAD,
@@ -61,7 +61,7 @@ def _tables(data: ReportData, plan: PrecisionPlan | None) -> Iterator[Table]:
     if plan is not None:
         yield _site_table(data, plan)
         safe = (other for name in _SAFE_PLANS if (other := data.plan(name)) is not None)
-        others = (other for other in safe if other.quantized not in {None, plan.quantized})
+        others = (other for other in safe if other.precisions not in {(), plan.precisions})
         yield from (_site_table(data, other) for other in others)
     if data.profile.sites:
         yield activation_table(data, plan)

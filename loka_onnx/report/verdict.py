@@ -19,7 +19,6 @@ from loka_onnx.core.evaluation import (
     TargetChoice,
     Why,
 )
-from loka_onnx.core.formats import Precision
 from loka_onnx.core.plan import PrecisionPlan
 from loka_onnx.report import numbers
 from loka_onnx.report.data import ReportData
@@ -304,10 +303,11 @@ def _plan_stat(data: ReportData, choice: TargetChoice) -> Stat:
 def _fp8_of(data: ReportData, plan: PrecisionPlan) -> str:
     if not plan.quantized_sites:
         return f"no {data.plans.quantized}"
-    name = plan.quantized or Precision.FP8
-    sites = counted(plan, "decisions", precision=name.value)
-    share = shown(numbers.share, plan, "fp8_share")
-    return told("sites in {}: {}, {} of the FLOPs", name.upper(), sites, share)
+    counts = [
+        told("sites in {}: {}", precision.upper(), counted(plan, "decisions", precision=precision.value))
+        for precision in plan.precisions
+    ]
+    return told("{}, {} of the FLOPs", joined(", ", counts), shown(numbers.share, plan, "fp8_share"))
 
 
 def _latency_stat(data: ReportData, choice: TargetChoice) -> Stat:

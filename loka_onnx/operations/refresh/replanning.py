@@ -42,8 +42,7 @@ def replan(
         return with_scales(decision, sites[decision.site], decision.recipe, graph, profile)
 
     # Of quantized sites, together where they were measured together.
-    known = profile.of(plan.quantized) if plan.quantized else profile
-    costs = Costs(known, outputs) if plan.predicted_kl else None
+    costs = Costs(profile.of(plan.formats), outputs) if plan.predicted_kl else None
     kl = {spec.name: costs.predicted(plan.quantized_sites, spec) for spec in outputs} if costs else {}
     decisions = tuple(map(again, plan.decisions))
     return replace(plan, model_digest=model.digest, decisions=decisions, predicted_kl=kl)

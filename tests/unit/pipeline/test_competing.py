@@ -103,8 +103,13 @@ def test_formats_follow_what_is_asked_for(config, instructions):
     # Inductor simulates it on the CPU.
     for target in (H100, INDUCTOR):
         assert planned_formats(config(target, formats=["int8", "fp8"])) == (E4M3FN, INT8)
+    # Mixed plans of the GPU need what it multiplies; its other plans do not run there.
+    for changes in ({"formats": ["int8", "fp8"]}, {"plans": ["fp32", "mixed"]}):
+        assert planned_formats(config(H100, CPU, **changes)) == (E4M3FN, INT8)
     quantized = (PlanId.FP8_ALL, PlanId.FP8_SAFE, PlanId.INT8_ALL, PlanId.INT8_SAFE)
     assert competing_plans(both) == (PlanId.FP32, PlanId.BF16, *quantized)
+    mixing = competing_plans(config(H100, formats=["int8", "fp8"]))
+    assert mixing[-5:] == (*quantized, PlanId.MIXED)
 
 
 @pytest.mark.parametrize(
