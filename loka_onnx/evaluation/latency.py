@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import psutil
 
 from loka_onnx.core.evaluation import InputPlace, Latency
 from loka_onnx.core.progress import collector_paused
@@ -161,6 +162,7 @@ def over_loads(loads: Sequence[Sequence[Latency]]) -> tuple[Latency, ...]:
             p90_us=median(load.p90_us for load in each),
             p99_us=median(load.p99_us for load in each),
             repeats=sum(load.repeats for load in each),
+            host_load=max((load.host_load for load in each if load.host_load is not None), default=None),
             loads_us=tuple(load.p50_us for load in each),
         )
         for _, each in sorted(by_batch.items())
@@ -194,7 +196,8 @@ class _Turns:
         times_us = np.asarray(self.nanoseconds[engine], dtype=np.float64) / 1e3
         p50, p90, p99 = np.percentile(times_us, [50, 90, 99]).tolist()
         known = (batch, p50, p90, p99, times_us.size, device, counts_for_choice)
-        return Latency(*known, loads_us=(p50,), inputs=self.inputs[engine])
+        load = psutil.getloadavg()[0] / (psutil.cpu_count() or 1)
+        return Latency(*known, host_load=load, loads_us=(p50,), inputs=self.inputs[engine])
 
 
 def _time_in_turns(
