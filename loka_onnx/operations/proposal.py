@@ -112,7 +112,7 @@ class Proposal:
     @property
     def guesses(self) -> tuple[str, ...]:
         """Lines of the run file with a comment: what was guessed."""
-        return tuple(line.strip() for line in self.text.splitlines() if "#" in line)
+        return tuple(line.strip() for line in self.text.splitlines()[1:] if "#" in line)
 
     @property
     def text(self) -> str:
