@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import psutil
 
 from loka_onnx.core.evaluation import InputPlace, Latency
 from loka_onnx.core.progress import collector_paused
@@ -162,6 +163,7 @@ def over_loads(loads: Sequence[Sequence[Latency]]) -> tuple[Latency, ...]:
             p90_us=median(load.p90_us for load in each),
             p99_us=median(load.p99_us for load in each),
             repeats=sum(load.repeats for load in each),
+            host_load=max((load.host_load for load in each if load.host_load is not None), default=None),
             loads_us=tuple(load.p50_us for load in each),
             least_us=tuple(least for load in each for least in load.least_us),
         )
@@ -196,8 +198,9 @@ class _Turns:
         times_us = np.asarray(self.nanoseconds[engine], dtype=np.float64) / 1e3
         p50, p90, p99 = np.percentile(times_us, [50, 90, 99]).tolist()
         known = (batch, p50, p90, p99, times_us.size, device, counts_for_choice)
-        least = float(times_us.min())
-        return Latency(*known, loads_us=(p50,), inputs=self.inputs[engine], least_us=(least,))
+        load, least = psutil.getloadavg()[0] / (psutil.cpu_count() or 1), (float(times_us.min()),)
+        inputs = self.inputs[engine]
+        return Latency(*known, loads_us=(p50,), inputs=inputs, least_us=least, host_load=load)
 
 
 def _time_in_turns(

@@ -88,7 +88,10 @@ class Results:
             engines=EngineSet((*self.engines.engines, *added.engines)),
             corrections=CorrectionSet((*self.corrections.plans, *added.corrections.plans)),
             rewrites={**self.rewrites, **added.rewrites.logs},
-            evaluations=EvaluationSet((*self.evaluations.evaluations, *added.evaluations.evaluations)),
+            evaluations=replace(
+                self.evaluations,
+                evaluations=(*self.evaluations.evaluations, *added.evaluations.evaluations),
+            ),
         )
 
 
@@ -141,7 +144,7 @@ def write_report(
         refinement=results.refinement,
         throughput=results.throughput,
         data=DataDescription(
-            tuple(SplitDescription(name, d.name, d.rows, d.digest, rule) for name, d in named),
+            tuple(SplitDescription(name, d.name, d.rows, d.digest, rule, d.path.name) for name, d in named),
             label_rule or ", ".join(labels),
             context.config.data.synthetic,
         ),

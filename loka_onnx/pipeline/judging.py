@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from functools import cached_property, partial
 from itertools import count
 from pathlib import Path
@@ -70,7 +71,7 @@ class Judging:
         return context.directory.document(
             EVALUATE,
             reads,
-            lambda: EvaluationSet(self.judge_attempt(engines.engines, 0, known)),
+            lambda: EvaluationSet(self.judge_attempt(engines.engines, 0, known), today()),
             again=lambda earlier: counts_here(earlier.evaluations, engines.engines),
         )
 
@@ -245,6 +246,11 @@ class Judging:
         wanted = LatencyOptions().input_sets * max(self.context.config.batch.serve)
         rows = max(1, min(wanted, room))
         return SplitRows("timed", rows, rows, lambda: iter([sample(rows)]))
+
+
+def today() -> str:
+    """Return the day (UTC), as an evaluation records it."""
+    return datetime.now(UTC).date().isoformat()
 
 
 def counts_here(evaluations: Sequence[Evaluation], engines: Sequence[EngineArtifact]) -> bool:

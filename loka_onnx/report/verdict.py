@@ -42,6 +42,8 @@ from loka_onnx.report.slice_tables import slices_sentence
 SIMULATED_LATENCY = "simulated: speed never counts"
 NO_LABELS = f"{KL_NAME}, no labels: the labelled first-order term is not seen"
 """Caution on every verdict on an output without labels."""
+BUSY = 1.5
+"""Load average over cores from which on a host is busy; measuring alone makes up to 1."""
 _BASELINES = ("fp32", "bf16", "fp16")
 """Ids of baseline plans, where an engine of them competed."""
 _NOT_MEASURED = Cell(numbers.NOT_MEASURED, Tone.MUTED)
@@ -319,8 +321,16 @@ def _latency_stat(data: ReportData, choice: TargetChoice) -> Stat:
         return Stat(label, _NOT_MEASURED, choice.basis)
     elsewhere = "" if largest.counts_for_choice else ", which is not the target"
     by = f", by {choice.route(largest.batch)}" if choice.routes else ""
-    note = told("batch {}, on {}{}{}", shown(numbers.count, largest, "batch"), largest.device, elsewhere, by)
+    batch = shown(numbers.count, largest, "batch")
+    note = told("batch {}, on {}{}{}{}", batch, largest.device, elsewhere, by, busy(largest))
     return Stat(label, Cell(shown(numbers.latency, largest, "p50_us")), note)
+
+
+def busy(latency: Latency) -> Told:
+    """Return the load of the host that timed a latency, for the end of a sentence, if it was busy."""
+    if latency.host_load is None or latency.host_load < BUSY:
+        return Told("")
+    return told("; busy host: load {} a core", shown("{:.1f}".format, latency, "host_load"))
 
 
 def _largest(data: ReportData, choice: TargetChoice) -> Latency | None:

@@ -41,7 +41,7 @@ from loka_onnx.pipeline.correcting import Correcting
 from loka_onnx.pipeline.directory import RunDirectory, Stage
 from loka_onnx.pipeline.emission import CHOOSE, Results, emit_bundle, notes_of, write_report
 from loka_onnx.pipeline.job_results import choosable
-from loka_onnx.pipeline.judging import EVALUATE, Judging
+from loka_onnx.pipeline.judging import EVALUATE, Judging, today
 from loka_onnx.pipeline.mods import modify, split_high_error
 from loka_onnx.pipeline.probing import Probing
 from loka_onnx.pipeline.run import Reporting, RunOptions, RunResult, recorded, rewrites_of, run
@@ -318,7 +318,7 @@ def _certify(judging: Judging, before: EarlierRun, engines: EngineSet) -> Evalua
         "slices": config.data.slices,
     }
     return context.directory.document(
-        EVALUATE, reads, lambda: EvaluationSet(tuple(judging.judge(split, judged)))
+        EVALUATE, reads, lambda: EvaluationSet(tuple(judging.judge(split, judged)), today())
     )
 
 

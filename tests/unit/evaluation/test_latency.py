@@ -170,6 +170,18 @@ def test_loads_are_put_together_by_their_medians_at_the_sizes_that_all_finished(
     assert over_loads([]) == ()
 
 
+def test_the_load_of_the_host_is_recorded_and_the_largest_is_kept(monkeypatch):
+    monkeypatch.setattr("psutil.getloadavg", lambda: (6.0, 1.0, 1.0))
+    monkeypatch.setattr("psutil.cpu_count", lambda: 4)
+    machine = Machine()
+    options = LatencyOptions(min_repeats=2, max_repeats=2, clock_ns=machine.clock)
+    (busy,) = measure_latency(from_host(lambda _: {}), lambda _: {}, (4,), options, "cpu", True)
+    assert busy.host_load == 1.5
+    others = (replace(busy, host_load=0.5), replace(busy, host_load=None))
+    assert over_loads([(others[0],), (busy,), (others[1],)])[0].host_load == 1.5
+    assert over_loads([(others[1],)])[0].host_load is None
+
+
 class Copying(Runner):
     """Takes 100 µs to hand a batch over and 30 µs to compute it; up to 8 rows it can stay on the device."""
 
