@@ -261,9 +261,6 @@ def _imported(module: str, version: str, use: str, remedy: str) -> Package:
     return Package(module, version, use, "" if version else remedy)
 
 
-# Command ----------------------------------------------------------------------------------------
-
-
 def doctor(
     context: typer.Context,
     run_file: Annotated[

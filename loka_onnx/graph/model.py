@@ -175,8 +175,6 @@ class GraphModel:
         self.graph.toposort()
         return self._export().whole()
 
-    # Reading ---------------------------------------------------------------------------------------
-
     @property
     def opset(self) -> int:
         """Version of the default operator set."""
@@ -228,8 +226,6 @@ class GraphModel:
     def is_output(self, tensor: Tensor) -> bool:
         """True if the tensor is a graph output."""
         return any(tensor is output for output in self.graph.outputs)
-
-    # Editing ---------------------------------------------------------------------------------------
 
     def fresh_name(self, base: str) -> str:
         """Return an unused tensor or node name."""

@@ -104,9 +104,6 @@ def _read_by(node: onnx.NodeProto) -> Iterator[str]:
             yield from sorted(names_in_subgraphs(attribute.g))
 
 
-# Folding -------------------------------------------------------------------------------------------
-
-
 def _fold(whole: _Drawing, most: int) -> _Drawing:
     paths = [tuple(node.module.split(".")) if node.module else () for node in whole.nodes]
     done: set[tuple[str, ...]] = set()

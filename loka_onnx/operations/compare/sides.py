@@ -160,14 +160,13 @@ def refuse_different_requests(a: Side, b: Side) -> None:
         mine, other = ({spec.name: spec for spec in specs} for specs in (ours, theirs))
         for name in sorted({*mine, *other}):
             before, after = mine.get(name), other.get(name)
-            if before is not None and after is not None and _fits(before, after):
-                continue
-            raise ConfigError(
-                f"E1615 A and B do not have the same {what}s, so no request can be put to both",
-                where=f"{what} '{name}'",
-                evidence=f"A ('{a.path}') has {_layout(before)}, B ('{b.path}') has {_layout(after)}",
-                remedy="compare deployments of models that take and give the same tensors",
-            )
+            if before is None or after is None or not _fits(before, after):
+                raise ConfigError(
+                    f"E1615 A and B do not have the same {what}s, so no request can be put to both",
+                    where=f"{what} '{name}'",
+                    evidence=f"A ('{a.path}') has {_layout(before)}, B ('{b.path}') has {_layout(after)}",
+                    remedy="compare deployments of models that take and give the same tensors",
+                )
 
 
 def _fits(one: TensorSpec, other: TensorSpec) -> bool:
