@@ -30,7 +30,7 @@ import numpy as np
 import onnx
 
 from loka_onnx.core.devices import CPU
-from loka_onnx.engines.migraphx.draft import GraphDraft
+from loka_onnx.engines.draft import GraphDraft, attribute
 from loka_onnx.engines.migraphx.pairs import (
     explicit_zero_points,
     rank_0_scales,
@@ -44,7 +44,6 @@ from loka_onnx.engines.migraphx.products import (
     gemm_to_matmul,
     scales_behind_products,
 )
-from loka_onnx.engines.onnx_operands import attribute
 from loka_onnx.errors import ModelError
 
 

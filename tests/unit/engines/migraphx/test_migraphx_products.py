@@ -15,7 +15,7 @@ from onnx import numpy_helper
 from planned_graphs import NUMPY, Array, Planned, evaluate
 
 from loka_onnx.core.formats import E4M3FN
-from loka_onnx.engines.migraphx.draft import GraphDraft
+from loka_onnx.engines.draft import GraphDraft
 from loka_onnx.engines.migraphx.products import (
     Product,
     float32_products,
