@@ -35,8 +35,6 @@ from loka_onnx.cli.tune import tune
 from loka_onnx.errors import InternalError, LokaError
 from loka_onnx.pipeline.run import Stage
 
-INTERRUPTED = 130
-"""Exit code of a command that SIGINT ended: 128 and the number of the signal."""
 ANYWHERE = ("--debug", "--quiet")
 """Global flags that may also follow the verb, as `LOG` may."""
 COMPLETING = "_LOKA_ONNX_COMPLETE"

@@ -73,14 +73,15 @@ def difference_of(a: BundleFacts, b: BundleFacts, path_a: str = "A", path_b: str
     """The difference of the facts of two bundles."""
     pairs, sites = _plan_differences(a, b)
     signatures = leaves(list(a.signed_with), list(b.signed_with), ("signed with",))
-    without_sites = (
-        replace(side.plans, plans=tuple(replace(plan, decisions=()) for plan in side.plans.plans))
-        for side in (a, b)
+    # Everything of plans but their sites.
+    ours, theirs = (
+        serde.to_plain(replace(s.plans, plans=tuple(replace(plan, decisions=()) for plan in s.plans.plans)))
+        for s in (a, b)
     )
     changes = dict.fromkeys(
         (
             *_manifest_changes(a.manifest, b.manifest),
-            *(("plans", change) for change in leaves(*map(serde.to_plain, without_sites), ())),
+            *(("plans", change) for change in leaves(ours, theirs, ())),
             *(("sites", change) for change in sites),
             *(("signature", change) for change in signatures),
         )
