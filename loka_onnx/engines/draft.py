@@ -21,13 +21,11 @@ LAYOUT_OPS = frozenset({"Transpose", "Reshape", "Flatten", "Squeeze", "Unsqueeze
 
 
 class GraphDraft:
-    """An editable copy of a model's main graph; `folder` holds its external data."""
+    """A model, which it takes over, with its main graph to edit; `folder` holds its external data."""
 
     def __init__(self, model: onnx.ModelProto, folder: Path) -> None:
-        self._model = onnx.ModelProto()
-        self._model.CopyFrom(model)
-        self._folder = folder
-        graph = self._model.graph
+        self._model, self._folder = model, folder
+        graph = model.graph
         self.nodes: list[Node] = list(graph.node)
         self.constants: dict[str, onnx.TensorProto] = {tensor.name: tensor for tensor in graph.initializer}
         self.outputs = {output.name for output in graph.output}

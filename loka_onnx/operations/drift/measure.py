@@ -380,11 +380,7 @@ def _described(shift: Shift, name: str) -> str:
     elif kind == "rms":
         move = f"is {1.0 + shift.effect:.2f} times the profile's"
         what = f"the rms of {name} {move}, {shift.live:.4g} instead of {shift.profile:.4g}"
-    return f"{what}{_certainty(shift)}"
-
-
-def _certainty(shift: Shift) -> str:
-    return f" ({abs(shift.deviation):.0f} standard errors)"
+    return f"{what} ({abs(shift.deviation):.0f} standard errors)"
 
 
 def _share_text(shift: Shift) -> str:
@@ -392,7 +388,8 @@ def _share_text(shift: Shift) -> str:
     if shift.statistic != "zeros":
         octave = int(shift.statistic.removeprefix(_OCTAVE))
         what = f"magnitudes from {2.0**octave:.3g} to {2.0 ** (octave + 1):.3g}"
-    return f"{what}: {shift.live:.2%} instead of {shift.profile:.2%}{_certainty(shift)}"
+    moved = f"{shift.live:.2%} instead of {shift.profile:.2%}"
+    return f"{what}: {moved} ({abs(shift.deviation):.0f} standard errors)"
 
 
 def _column_of(shift: Shift) -> int:

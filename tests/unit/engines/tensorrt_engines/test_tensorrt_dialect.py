@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ def model(
 def rewritten(
     made: onnx.ModelProto, rule: Callable[[GraphDraft], tuple[str, ...]], *expected: str
 ) -> onnx.ModelProto:
-    draft = GraphDraft(made, Path())
+    draft = GraphDraft(deepcopy(made), Path())
     assert rule(draft) == expected
     return draft.finished()
 
