@@ -70,7 +70,7 @@ class _Chain:
     def __call__(self, op: str, label: str, *inputs: Tensor | float) -> Tensor:
         name = f"{self.name}.{label}"
         operands = [
-            self.model.constant(f"{name}.by", np.float32(each)) if isinstance(each, float) else each
+            self.model.constant(f"{name}.by", np.array(each, np.float32)) if isinstance(each, float) else each
             for each in inputs
         ]
         result = self.model.add(op, operands, name, np.float32)

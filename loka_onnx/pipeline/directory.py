@@ -296,15 +296,10 @@ class RunDirectory:
         because = changes(before, parts)
         self.on_stage(name, None)
         own = next((r for r in self.record.stages if r.stage == name and r.key == key), None)
-        is_whole = (
-            again is not True
-            and own is not None
-            and all(
-                (self.path / file).is_file() and digest_file(self.path / file) == digest
-                for file, digest in own.files.items()
-            )
-        )
-        if is_whole:
+        if (again is not True and own is not None) and all(
+            (self.path / file).is_file() and digest_file(self.path / file) == digest
+            for file, digest in own.files.items()
+        ):
             because = "more can be measured now"
             try:
                 value = load()
