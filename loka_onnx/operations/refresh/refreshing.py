@@ -28,12 +28,7 @@ from loka_onnx.errors import BudgetMissed, ConfigError, ModelError
 from loka_onnx.graph.structure import differences
 from loka_onnx.numerics.intervals import CONFIDENCE
 from loka_onnx.operations.refresh.earlier import EarlierRun
-from loka_onnx.operations.refresh.replanning import (
-    output_moves,
-    replan,
-    site_moves,
-    unproven_reason,
-)
+from loka_onnx.operations.refresh.replanning import output_moves, replan, site_moves, unproven_reason
 from loka_onnx.pipeline.accepting import accept, export_model
 from loka_onnx.pipeline.candidates import build_engines
 from loka_onnx.pipeline.context import Context, RunSettings
