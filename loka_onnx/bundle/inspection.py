@@ -7,6 +7,7 @@ from pathlib import Path
 
 from loka_onnx.bundle.format.archive import verify_path
 from loka_onnx.bundle.format.documents import printable
+from loka_onnx.core.artifact import TensorSpec
 from loka_onnx.core.evaluation import Evaluation
 from loka_onnx.core.rewrite import Part
 
@@ -21,10 +22,10 @@ def inspect_bundle(path: Path) -> str:
         f"model     sha256 {manifest.model_digest}",
         f"lineage   sha256 {manifest.lineage_digest}",
         f"files     {len(manifest.files)}, {manifest.total_bytes:,} bytes",
-        *(f"input     {t.name}: {t.dtype}{_shape(t.shape)}" for t in manifest.inputs),
-        *(f"output    {t.name}: {t.dtype}{_shape(t.shape)}" for t in manifest.outputs),
+        *(f"input     {t.name}: {layout(t)}" for t in manifest.inputs),
+        *(f"output    {t.name}: {layout(t)}" for t in manifest.outputs),
         *([f"lookup    {cut.lookup} reads {', '.join(cut.lookup_inputs)}"] if cut else []),
-        *(f"looked up {t.name}: {t.dtype}{_shape(t.shape)}" for t in (cut.tensors if cut else ())),
+        *(f"looked up {t.name}: {layout(t)}" for t in (cut.tensors if cut else ())),
         *(f"target    {t.target}: {t.engine}: {t.reason}" for t in manifest.choice.targets),
         *(
             f"requests  {t.target}: to {r.batch} rows: {r.engine}"
@@ -71,5 +72,6 @@ def _measured(evaluation: Evaluation | None) -> Iterator[str]:
         )
 
 
-def _shape(shape: tuple[int | None, ...]) -> str:
-    return "[" + ", ".join("?" if size is None else str(size) for size in shape) + "]"
+def layout(spec: TensorSpec) -> str:
+    """Type and shape of a tensor, such as ``float32[?, 4]``."""
+    return f"{spec.dtype}[{', '.join('?' if size is None else str(size) for size in spec.shape)}]"

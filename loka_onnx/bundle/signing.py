@@ -52,11 +52,7 @@ class KeyPair:
 
 def write_key_pair(directory: Path, name: str = "bundle") -> KeyPair:
     """Make a key pair, ``<name>.key`` and ``<name>.pub``, encrypted with the password in `PASSWORD_VARIABLE`
-    if set.
-
-    Raises:
-        OutputError: One of the files is there already, or the place cannot be written.
-        MissingPackage: There is no `cryptography` here.
+    if set; an OutputError if one of the files is there already, or cannot be written.
     """
     require_cryptography()
     from cryptography.hazmat.primitives import serialization
@@ -79,8 +75,12 @@ def write_key_pair(directory: Path, name: str = "bundle") -> KeyPair:
             )
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        _write_new(pair.private, private, 0o600)
-        _write_new(pair.public, public, 0o644)
+        for path, data, mode in ((pair.private, private, 0o600), (pair.public, public, 0o644)):
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+            with os.fdopen(descriptor, "wb") as stream:
+                stream.write(data)
+                stream.flush()
+                os.fsync(descriptor)
     except OSError as error:
         raise OutputError(f"E1220 cannot write keys to '{directory}'", evidence=str(error)) from error
     return pair
@@ -140,11 +140,7 @@ def signature_text(manifest: bytes, key: Ed25519PrivateKey, earlier: Sequence[Ke
 
 
 def read_private_key(path: Path) -> Ed25519PrivateKey:
-    """Read an Ed25519 private key from a PEM file; warn where others can read it.
-
-    Raises:
-        ConfigError: It cannot be read, is another kind of key, or its password is missing or wrong.
-    """
+    """Read an Ed25519 private key from a PEM file, or a ConfigError; warn where others can read it."""
     require_cryptography()
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
     from cryptography.hazmat.primitives.serialization import load_pem_private_key
@@ -159,22 +155,18 @@ def read_private_key(path: Path) -> Ed25519PrivateKey:
     if mode & (stat.S_IRWXG | stat.S_IRWXO):
         message = "private key '%s' can be read or written by others (mode %o): chmod 600 %s"
         _LOG.warning(message, path, mode, path)
-    is_encrypted = b"ENCRYPTED" in data
+    is_encrypted, remedy = b"ENCRYPTED" in data, "make a key with `bundle keygen`"
     try:
         key = load_pem_private_key(data, password if is_encrypted else None)
     except Exception as error:
         # Beside ValueError and TypeError, OpenSSL's kinds of failure differ from version to version.
-        remedy = "make a key with `bundle keygen`"
         remedy = f"set {PASSWORD_VARIABLE} to its password" if is_encrypted else remedy
         raise ConfigError(
             f"E1224 private key '{path}' cannot be read", evidence=str(error)[:200], remedy=remedy
         ) from None
     if not isinstance(key, Ed25519PrivateKey):
-        raise ConfigError(
-            f"E1225 '{path}' is not an Ed25519 key",
-            evidence=type(key).__name__,
-            remedy="make one with `bundle keygen`",
-        )
+        evidence = type(key).__name__
+        raise ConfigError(f"E1225 '{path}' is not an Ed25519 key", evidence=evidence, remedy=remedy)
     return key
 
 
@@ -184,13 +176,4 @@ def signer_of(path: Path) -> str:
 
 
 def _password() -> bytes | None:
-    value = os.environ.get(PASSWORD_VARIABLE, "")
-    return value.encode() if value else None
-
-
-def _write_new(path: Path, data: bytes, mode: int) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-    with os.fdopen(descriptor, "wb") as stream:
-        stream.write(data)
-        stream.flush()
-        os.fsync(stream.fileno())
+    return os.environ.get(PASSWORD_VARIABLE, "").encode() or None

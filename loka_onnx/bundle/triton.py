@@ -145,7 +145,12 @@ def export_triton(bundle: Path, repository: Path, options: TritonOptions) -> Tri
             for model in plan.models:
                 for file in model.files:
                     _write_file(file, stage / model.name / file.path, directory, manifest, copies)
-            record = replace(plan.record, files=_files_of(stage))
+            paths = sorted(path for path in stage.rglob("*") if path.is_file())
+            files = (
+                BundleFile(path.relative_to(stage).as_posix(), path.stat().st_size, digest_file(path))
+                for path in paths
+            )
+            record = replace(plan.record, files=tuple(files))
             serde.write(record, stage / RECORD_NAME)
     return record
 
@@ -173,7 +178,9 @@ class _Plan:
                     remedy="leave it out of `--engine`",
                 )
             declined.append(DeclinedEngine(entry.id, form.reason))
-        self._add_preferred(called[0])
+        entry = next(e for e in manifest.candidates if e.id == called[0].engine)
+        model = next(model for model in self.models if model.name == called[0].runs[-1])
+        self._add_ensemble(options.name, self._steps(entry, model), entry)
         names = [*(model.name for model in self.models), *(ensemble.name for ensemble in self.ensembles)]
         # Systems that ignore case would lay two models over one another.
         if len({name.lower() for name in names}) != len(names):
@@ -195,9 +202,7 @@ class _Plan:
         )
 
     def _form(self, entry: EngineEntry) -> Form | Refusal:
-        name = self._name(entry)
-        if entry.part is Part.DENSE:
-            name += "-dense"
+        name = f"{self._name(entry)}-dense" if entry.part is Part.DENSE else self._name(entry)
         try:
             form = form_of(self._source(entry, name))
         except (UserError, EngineError) as error:
@@ -214,11 +219,6 @@ class _Plan:
             self._add_ensemble(name, steps, entry)
         runs = tuple(step.model for step in steps)
         return RepositoryModel(name, entry.id, model.backend, runs, form.remarks)
-
-    def _add_preferred(self, preferred: RepositoryModel) -> None:
-        entry = next(e for e in self._manifest.candidates if e.id == preferred.engine)
-        model = next(model for model in self.models if model.name == preferred.runs[-1])
-        self._add_ensemble(self._options.name, self._steps(entry, model), entry)
 
     def _steps(self, entry: EngineEntry, model: BackendModel) -> tuple[Step, ...]:
         """From the bundle's inputs to its outputs."""
@@ -362,11 +362,6 @@ def _check_destination(destination: Path, bundle: Path) -> None:
     problem = _why_in_the_way(destination) if os.path.lexists(destination) else ""
     if problem:
         raise in_the_way(destination, problem)
-
-
-def _files_of(root: Path) -> tuple[BundleFile, ...]:
-    paths = sorted(path for path in root.rglob("*") if path.is_file())
-    return tuple(BundleFile(p.relative_to(root).as_posix(), p.stat().st_size, digest_file(p)) for p in paths)
 
 
 def _why_in_the_way(destination: Path) -> str:

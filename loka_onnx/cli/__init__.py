@@ -1,4 +1,4 @@
-"""The command line: one file per verb."""
+"""The command line: its verbs by subject."""
 
 from __future__ import annotations
 

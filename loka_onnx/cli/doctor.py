@@ -21,6 +21,7 @@ import psutil
 import typer
 from rich.text import Text
 
+from loka_onnx.bundle.inspection import layout
 from loka_onnx.cli.progress import reported
 from loka_onnx.cli.run import Overrides, read_run_file
 from loka_onnx.cli.terminal import terminal_of
@@ -248,9 +249,6 @@ def _imported(module: str, version: str, use: str, remedy: str) -> Package:
     return Package(module, version, use, "" if version else remedy)
 
 
-# Command ----------------------------------------------------------------------------------------
-
-
 def doctor(
     context: typer.Context,
     run_file: Annotated[
@@ -323,7 +321,7 @@ def _model(model: ModelFacts) -> Iterator[Text]:
     yield Text(f"  {model.sites} sites, {model.fp8_able} of them linear with K, N ≥ 16")
     for kind, tensors in (("input", model.inputs), ("output", model.outputs)):
         for tensor in tensors:
-            yield Text(f"  {kind:<7}{tensor.name}: {tensor.dtype}{_shape(tensor)}")
+            yield Text(f"  {kind:<7}{tensor.name}: {layout(tensor)}")
     for note in model.notes:
         yield Text(f"  note   {note}")
     for problem in model.problems:
@@ -343,7 +341,3 @@ def _entry(name: str, version: str, what: str, *, is_good: bool, is_partial: boo
 
 def _note(text: str) -> Text:
     return Text(f"    {text}", style="dim")
-
-
-def _shape(tensor: TensorSpec) -> str:
-    return "[" + ", ".join("?" if size is None else str(size) for size in tensor.shape) + "]"

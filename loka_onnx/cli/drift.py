@@ -101,7 +101,7 @@ def print_drift(terminal: Terminal, report: DriftReport) -> None:
         if len(rows) > SHOWN:
             out.print(Text(f"… and {len(rows) - SHOWN} {what} that changed less", style="dim"))
     out.print()
-    for line in (*_outputs(report), *_verdict(report)):
+    for line in _verdict(report):
         out.print(line, soft_wrap=True)
 
 
@@ -135,7 +135,7 @@ def _sites(report: DriftReport) -> list[tuple[str, ...]]:
     return rows
 
 
-def _outputs(report: DriftReport) -> Iterator[Text]:
+def _verdict(report: DriftReport) -> Iterator[Text]:
     for output in report.outputs:
         if output.live_kl is None:
             continue
@@ -144,9 +144,6 @@ def _outputs(report: DriftReport) -> Iterator[Text]:
             f"{output.output}: FP8 costs {output.live_kl:.4%} of ΔNE on the live rows, {output.kl:.4%} on "
             f"the profile's ({report.basis}, label-free part){budget}"
         )
-
-
-def _verdict(report: DriftReport) -> Iterator[Text]:
     yield Text()
     if not report.is_judged:
         yield Text.assemble(("not judged: ", "bold yellow"), report.not_judged)

@@ -20,7 +20,6 @@ import typer
 from rich.text import Text
 from typer.core import TyperGroup
 
-from loka_onnx.cli.build import build
 from loka_onnx.cli.bundle import bundle
 from loka_onnx.cli.compare import compare_deployments, compare_runs
 from loka_onnx.cli.doctor import doctor
@@ -30,15 +29,12 @@ from loka_onnx.cli.log_lines import Event, JsonLog, Level, LogFormat, json_log
 from loka_onnx.cli.refresh import refresh
 from loka_onnx.cli.run import demo, run
 from loka_onnx.cli.schema import schema
-from loka_onnx.cli.stages import add_stage_verb, calibrate
+from loka_onnx.cli.stages import add_stage_verb, build, calibrate, transform
 from loka_onnx.cli.terminal import Terminal
-from loka_onnx.cli.transform import transform
 from loka_onnx.cli.tune import tune
 from loka_onnx.errors import InternalError, LokaError
 from loka_onnx.pipeline.run import Stage
 
-INTERRUPTED = 130
-"""Exit code of a command that SIGINT ended: 128 and the number of the signal."""
 ANYWHERE = ("--debug", "--quiet")
 """Global flags that may also follow the verb, as `LOG` may."""
 COMPLETING = "_LOKA_ONNX_COMPLETE"

@@ -107,7 +107,9 @@ class StageReporter:
                 self._log.write(Event.STAGE_ENDED, stage=stage, because=outcome.because or None, **ended)
             elif not self._quiet:
                 because = f"  again: {outcome.because}" if outcome.because else ""
-                text = f"[green]✓[/green] {escape(stage):<14} {_duration(outcome)}{escape(because)}"
+                took = f"{outcome.seconds:.1f} s" if outcome.seconds >= QUICK_SECONDS else "< 0.1 s"
+                took = "[dim]reused[/dim]" if outcome.reused else took
+                text = f"[green]✓[/green] {escape(stage):<14} {took}{escape(because)}"
                 self._console.print(text, soft_wrap=True)
 
     def progress(self, task: str, done: int, total: int) -> None:
@@ -193,9 +195,3 @@ def reported(terminal: Terminal, stage: str) -> Iterator[WorkProgress]:
         began = time.perf_counter()
         yield reporter.progress
         reporter.on_stage(stage, Outcome(stage, False, time.perf_counter() - began))
-
-
-def _duration(outcome: Outcome) -> str:
-    if outcome.reused:
-        return "[dim]reused[/dim]"
-    return f"{outcome.seconds:.1f} s" if outcome.seconds >= QUICK_SECONDS else "< 0.1 s"

@@ -10,19 +10,12 @@ import typer
 
 from loka_onnx.cli.progress import reported
 from loka_onnx.cli.run import Output, Overrides, read_run_file, run_until
-from loka_onnx.cli.terminal import Terminal, terminal_of
+from loka_onnx.cli.terminal import terminal_of
 from loka_onnx.core.timing import Shape
 from loka_onnx.engines.tuning import ROUNDS, KernelTimer
 from loka_onnx.errors import ConfigError
 from loka_onnx.pipeline.run import RunOptions, Stage
-from loka_onnx.pipeline.tuning import (
-    TIMINGS,
-    TuningResult,
-    shapes_of,
-    sites_of_file,
-    sites_of_run,
-    tune_shapes,
-)
+from loka_onnx.pipeline.tuning import TIMINGS, shapes_of, sites_of_file, sites_of_run, tune_shapes
 from loka_onnx.planning.timings import TimingDatabase
 
 _MOST_REFUSED = 3
@@ -96,7 +89,12 @@ def tune(  # noqa: PLR0913, PLR0917 - typer reads one parameter for each option
         unique = tuple(dict.fromkeys(shapes))
         with reported(terminal, "tune") as progress:
             result = tune_shapes(unique, place, timer, again=again, progress=progress)
-        _print_result(terminal, result)
+        known = f", {result.known} known before" if result.known else ""
+        terminal.say(f"{result.measured} kernels timed on {result.device}{known}")
+        for refused in result.refused[:_MOST_REFUSED]:
+            terminal.say(f"not run: {refused.kernel} on {refused.shape}: {refused.reason}")
+        if (more := len(result.refused) - _MOST_REFUSED) > 0:
+            terminal.say(f"not run: {more} more")
     if export is not None:
         with TimingDatabase(place) as opened:
             terminal.say(f"{opened.export(export)} times written to {export}")
@@ -113,13 +111,3 @@ def _check_batches(batches: Sequence[int] | None) -> Sequence[int]:
     if min(batches) < 1:
         raise ConfigError("E1718 a batch size is at least 1", where="--batch", evidence=f"{min(batches)}")
     return batches
-
-
-def _print_result(terminal: Terminal, result: TuningResult) -> None:
-    known = f", {result.known} known before" if result.known else ""
-    terminal.say(f"{result.measured} kernels timed on {result.device}{known}")
-    for refused in result.refused[:_MOST_REFUSED]:
-        terminal.say(f"not run: {refused.kernel} on {refused.shape}: {refused.reason}")
-    more = len(result.refused) - _MOST_REFUSED
-    if more > 0:
-        terminal.say(f"not run: {more} more")

@@ -139,12 +139,9 @@ class EngineCache:
                 entries.append((place.stat().st_mtime_ns, place.parent))
         return [entry for _, entry in sorted(entries)]
 
-    def _entry(self, key: str) -> Path:
-        return self.directory / key[:2] / key
-
     def _take(self, key: str, request: BuildRequest) -> EngineArtifact | None:
         """Copy the engine of a key to the requested output; None where there is no complete one."""
-        entry = self._entry(key)
+        entry = self.directory / key[:2] / key
         # In a directory without search permission, `is_file` raises an error.
         if not (entry / ENTRY).is_file():
             return None
@@ -202,12 +199,17 @@ class EngineCache:
             now = datetime.now(UTC).isoformat(timespec="seconds")
             serde.write(CachedEngine(key, artifact, files, now), new / ENTRY)
             new.chmod(0o755)
-            entry = self._entry(key)
+            entry = self.directory / key[:2] / key
             entry.parent.mkdir(exist_ok=True)
             # Keep the entry of another process that built the same.
             if not entry.exists():
                 new.rename(entry)
-            self._shrink()
+            sizes = {each: _bytes_below(each) for each in self.entries()}
+            total = sum(sizes.values())
+            for each, size in sizes.items():
+                if total > self.limit_bytes:
+                    self._remove(each)
+                    total -= size
         except (OSError, UserError) as error:
             return self._failed("be written", error)
         finally:
@@ -216,22 +218,12 @@ class EngineCache:
                     shutil.rmtree(new, ignore_errors=True)
         return ""
 
-    def _shrink(self) -> None:
-        sizes = {entry: _bytes_below(entry) for entry in self.entries()}
-        total = sum(sizes.values())
-        for entry, size in sizes.items():
-            if total > self.limit_bytes:
-                self._remove(entry)
-                total -= size
-
     def _remove(self, entry: Path) -> None:
         gone = self.directory / f"{OLD}{_owner()}-{time.monotonic_ns()}"
-        try:
+        # Another process may have removed it, or the cache is read-only.
+        with suppress(OSError):
             entry.rename(gone)
-        except OSError:
-            # Another process removed it, or the cache is read-only.
-            return
-        shutil.rmtree(gone, ignore_errors=True)
+            shutil.rmtree(gone, ignore_errors=True)
 
     def _remove_stale(self) -> None:
         """Remove directories of processes that were killed while they copied or removed."""

@@ -14,14 +14,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import onnx
-from onnx import TensorProto, numpy_helper
-from onnx.external_data_helper import uses_external_data
+from onnx import TensorProto
 
-from loka_onnx.graph.storage import read_external
+from loka_onnx.engines.draft import GraphDraft, attribute
 from loka_onnx.sessions.model_files import FLOAT8_NAMES
 
-LAYOUT_OPS = frozenset({"Transpose", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Identity"})
-"""Operators that move values without changing them; an optimizer may put one between a DQ and its product."""
 INTEGER_OPS: Mapping[str, tuple[int, int]] = {
     "QGemm": (0, 3),
     "QLinearMatMul": (0, 3),
@@ -54,16 +51,13 @@ class Source:
         return f"{self.float8} dequantized to {self.element_type}" if self.float8 else self.element_type
 
 
-class OperandReader:
-    """Reads the operands of products in one ONNX file; loads external data on demand."""
+class OperandReader(GraphDraft):
+    """Reads the operands of products in one ONNX file, which is not edited."""
 
     def __init__(self, model: Path) -> None:
-        self._folder = os.fspath(model.parent)
-        self._model = onnx.load(os.fspath(model), load_external_data=False)
-        graph = self._model.graph
-        self._initializers: dict[str, onnx.TensorProto] = {t.name: t for t in graph.initializer}
-        self._producers: dict[str, onnx.NodeProto] = {o: node for node in graph.node for o in node.output}
-        self._nodes: dict[str, onnx.NodeProto] = {node.name: node for node in graph.node if node.name}
+        super().__init__(onnx.load(os.fspath(model), load_external_data=False), model.parent)
+        self._producers = {output: node for node in self.nodes for output in node.output}
+        self._named = {node.name: node for node in self.nodes if node.name}
         inferred = onnx.shape_inference.infer_shapes(self._model).graph
         self._types: dict[str, int] = {
             value.name: value.type.tensor_type.elem_type
@@ -71,12 +65,16 @@ class OperandReader:
             for value in group
         }
 
+    def producer(self, tensor: str) -> onnx.NodeProto | None:
+        """Node that computes a tensor; None for inputs and constants."""
+        return self._producers.get(tensor)
+
     def product(self, site: str) -> onnx.NodeProto | None:
         """Return the node of a site: the one of its name, or the one that an optimizer fused it into."""
-        if site in self._nodes:
-            return self._nodes[site]
+        if site in self._named:
+            return self._named[site]
         # ONNX Runtime names a fused node ``<first node>/<fusion>``.
-        for name, node in self._nodes.items():
+        for name, node in self._named.items():
             if node.op_type in PRODUCT_OPS and name.startswith(f"{site}/") and "Fusion" in name[len(site) :]:
                 return node
         return None
@@ -89,17 +87,8 @@ class OperandReader:
     def float_types(self) -> frozenset[str]:
         """Names of all floating-point types of the graph's tensors."""
         wide = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE)
-        types = {t.data_type for t in self._initializers.values()} | set(self._types.values())
+        types = {t.data_type for t in self.constants.values()} | set(self._types.values())
         return frozenset(_type_name(kind) for kind in types & {*wide, *FLOAT8_NAMES})
-
-    def constant(self, name: str) -> npt.NDArray[Any]:
-        """Values of an initializer."""
-        tensor = self._initializers[name]
-        if uses_external_data(tensor):
-            # onnx's own reader refuses files with several hard links, as an engine has.
-            tensor = TensorProto.FromString(tensor.SerializeToString())
-            read_external(tensor, Path(self._folder))
-        return numpy_helper.to_array(tensor)
 
     def note(self, key: str) -> str:
         """Value of the model's metadata; empty where it has none."""
@@ -107,16 +96,15 @@ class OperandReader:
 
     def dequantized_weight(self, site: str) -> npt.NDArray[np.float32] | None:
         """FP8 weight of a product times its scale; None when it has no FP8 initializer."""
-        node = self._nodes.get(site)
+        node = self._named.get(site)
         for tensor in node.input[:2] if node is not None else ():
-            dequantize = self._behind_layout(tensor)
+            dequantize = self.behind_layout(tensor)
             if dequantize is None or dequantize.op_type != "DequantizeLinear":
                 continue
-            stored = self._initializers.get(dequantize.input[0])
-            if stored is None or stored.data_type not in FLOAT8_NAMES:
+            stored = dequantize.input[0]
+            if stored not in self.constants or self.kind(stored) not in FLOAT8_NAMES:
                 continue
-            values = self.constant(stored.name).astype(np.float32)
-            scale = self.constant(dequantize.input[1]).astype(np.float32)
+            values, scale = (self.values(name).astype(np.float32) for name in dequantize.input[:2])
             if scale.ndim == 1:
                 shape = [1] * values.ndim
                 shape[attribute(dequantize, "axis", 1)] = -1
@@ -124,44 +112,15 @@ class OperandReader:
             return np.asarray(values * scale, np.float32)
         return None
 
-    def _behind_layout(self, tensor: str) -> onnx.NodeProto | None:
-        node = self._producers.get(tensor)
-        while node is not None and node.op_type in LAYOUT_OPS:
-            node = self._producers.get(node.input[0])
-        return node
-
     def _source(self, tensor: str) -> Source:
-        initializer = self._initializers.get(tensor)
-        if initializer is not None:
-            return Source(_type_name(initializer.data_type), constant=tensor)
-        node = self._behind_layout(tensor)
-        element = _type_name(self._element_type(tensor, node))
-        if node is not None and node.op_type == "DequantizeLinear":
-            return Source(element, FLOAT8_NAMES.get(self._quantized_type(node), ""))
-        return Source(element)
-
-    def _element_type(self, tensor: str, node: onnx.NodeProto | None) -> int:
-        known = self._types.get(tensor, TensorProto.UNDEFINED)
-        if known == TensorProto.UNDEFINED and node is not None and node.op_type == "DequantizeLinear":
-            scale = self._initializers.get(node.input[1])
-            return scale.data_type if scale is not None else TensorProto.UNDEFINED
-        return known
-
-    def _quantized_type(self, dequantize: onnx.NodeProto) -> int:
-        stored = self._initializers.get(dequantize.input[0])
-        if stored is not None:
-            return stored.data_type
-        quantize = self._behind_layout(dequantize.input[0])
-        if quantize is None or quantize.op_type != "QuantizeLinear":
-            return TensorProto.UNDEFINED
-        if len(quantize.input) > 2 and quantize.input[2] in self._initializers:
-            return self._initializers[quantize.input[2]].data_type
-        return int(attribute(quantize, "output_dtype", TensorProto.UNDEFINED))
-
-
-def attribute(node: onnx.NodeProto, name: str, default: Any) -> Any:
-    """Value of an attribute, or `default`."""
-    return next((onnx.helper.get_attribute_value(a) for a in node.attribute if a.name == name), default)
+        if tensor in self.constants:
+            return Source(_type_name(self.kind(tensor)), constant=tensor)
+        node, element = self.behind_layout(tensor), self._types.get(tensor, TensorProto.UNDEFINED)
+        if node is None or node.op_type != "DequantizeLinear":
+            return Source(_type_name(element))
+        if element == TensorProto.UNDEFINED and node.input[1] in self.constants:
+            element = self.kind(node.input[1])
+        return Source(_type_name(element), FLOAT8_NAMES.get(self.quantized_kind(node), ""))
 
 
 def _type_name(kind: int) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from loka_onnx.core.backends import backend_names
 from loka_onnx.engines.base import Backend
 from loka_onnx.sessions.backends import get_spec, resolve
 
@@ -18,8 +17,3 @@ def maker_of(name: str) -> Callable[[], Backend]:
     """Return the class of a backend."""
     maker: Callable[[], Backend] = resolve(get_spec(name).maker)
     return maker
-
-
-def all_backends() -> tuple[Backend, ...]:
-    """Return every backend, installed or not, in the order in which they compete."""
-    return tuple(get_backend(name) for name in backend_names())

@@ -110,7 +110,7 @@ class KernelTimer:
     def _timer(self, run: Run, turns: int) -> Callable[[], float]:
         if self._torch_device == CPU:
             return lambda: _clocked(run)
-        return _graph_timer(run, calls_in_turn(CALLS, turns))
+        return graph_timer(run, calls_in_turn(CALLS, turns))
 
     def _measured(
         self, kernel: Kernel, us: Sequence[float], prepared: PreparedOperands, run: Run
@@ -148,7 +148,7 @@ class KernelTimer:
             ) from error
 
 
-def _graph_timer(run: Run, calls: int) -> Callable[[], float]:
+def graph_timer(run: Callable[[], object], calls: int) -> Callable[[], float]:
     """Return a function that times a replay of a CUDA graph, in microseconds per call."""
     import torch
 

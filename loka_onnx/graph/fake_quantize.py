@@ -68,13 +68,14 @@ class _Chain:
         self.model, self.shape, self.name = model, like.shape, name
 
     def __call__(self, op: str, label: str, *inputs: Tensor | float) -> Tensor:
-        operands = [self._scalar(label, i) if isinstance(i, float) else i for i in inputs]
-        result = self.model.add(op, operands, f"{self.name}.{label}", np.float32)
+        name = f"{self.name}.{label}"
+        operands = [
+            self.model.constant(f"{name}.by", np.array(each, np.float32)) if isinstance(each, float) else each
+            for each in inputs
+        ]
+        result = self.model.add(op, operands, name, np.float32)
         result.shape = self.shape
         return result
-
-    def _scalar(self, label: str, value: float) -> Tensor:
-        return self.model.constant(f"{self.name}.{label}.by", np.array(value, dtype=np.float32))
 
 
 def fake_quantize(

@@ -32,7 +32,9 @@ def to_float32(proto: onnx.ModelProto, path: Path) -> tuple[str, ...]:
     Returns the conversions, for the report. Raises ModelError if it computes in BF16, or a weight does not
     fit.
     """
-    tables = _tables(proto.graph)
+    # 16-bit embedding tables.
+    stored, used = {TensorProto.FLOAT16, TensorProto.BFLOAT16}, looked_up(proto.graph)
+    tables = frozenset(t.name for t in proto.graph.initializer if t.data_type in stored and t.name in used)
     found = _float_types(proto, tables)
     if not found:
         return ()
@@ -92,12 +94,6 @@ def _float_types(proto: onnx.ModelProto, tables: frozenset[str]) -> dict[int, st
     kinds = [(t.data_type, t.name) for t in tensors if len(t.dims) > 1 and t.name not in tables]
     kinds += [(i.type.tensor_type.elem_type, i.name) for i in (*proto.graph.input, *proto.graph.output)]
     return {kind: name for kind, name in reversed(kinds) if kind in _OTHERS}
-
-
-def _tables(graph: onnx.GraphProto) -> frozenset[str]:
-    """Return 16-bit embedding tables."""
-    stored, names = {TensorProto.FLOAT16, TensorProto.BFLOAT16}, looked_up(graph)
-    return frozenset(t.name for t in graph.initializer if t.data_type in stored and t.name in names)
 
 
 def _widen(tensor: TensorProto, path: Path) -> None:

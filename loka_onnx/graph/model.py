@@ -147,7 +147,9 @@ class GraphModel:
         with collector_paused(), weights_detached(self.graph) as detached:
             proto = gs.export_onnx(self.graph, do_type_check=False)
         write_types(self.graph, proto.graph)
-        _set_oldest_ir(proto)
+        # The oldest that the operators allow: ONNX Runtime refuses newer files than itself.
+        standard = [entry for entry in proto.opset_import if entry.domain in {"", "ai.onnx"}]
+        proto.ir_version = max(onnx.helper.find_min_ir_version_for(standard), OLDEST_IR)
         return Exported(proto, detached, ())
 
     def copy(self) -> GraphModel:
@@ -174,8 +176,6 @@ class GraphModel:
         """Return the present model, without its tables."""
         self.graph.toposort()
         return self._export().whole()
-
-    # Reading ---------------------------------------------------------------------------------------
 
     @property
     def opset(self) -> int:
@@ -228,8 +228,6 @@ class GraphModel:
     def is_output(self, tensor: Tensor) -> bool:
         """True if the tensor is a graph output."""
         return any(tensor is output for output in self.graph.outputs)
-
-    # Editing ---------------------------------------------------------------------------------------
 
     def fresh_name(self, base: str) -> str:
         """Return an unused tensor or node name."""
@@ -354,8 +352,7 @@ class GraphModel:
         maker = tensor.inputs[0]
         inner = _tensor(gs.Variable(self.fresh_name(f"{tensor.name}.inner"), dtype=tensor.dtype))
         maker.outputs[next(i for i, output in enumerate(maker.outputs) if output is tensor)] = inner
-        node = gs.Node(op, self.fresh_name(name), inputs=[inner, *operands], outputs=[tensor])
-        self._append(node)
+        self._append(gs.Node(op, self.fresh_name(name), inputs=[inner, *operands], outputs=[tensor]))
         return inner
 
     def renew_output(self, node: Node) -> Tensor:
@@ -395,12 +392,6 @@ def _tensor(value: Any) -> Tensor:
     """Type a value of onnx-graphsurgeon, which has no types."""
     tensor: Tensor = value
     return tensor
-
-
-def _set_oldest_ir(proto: onnx.ModelProto) -> None:
-    """Write the oldest IR version that the operators allow: ONNX Runtime refuses newer files than itself."""
-    standard = [entry for entry in proto.opset_import if entry.domain in {"", "ai.onnx"}]
-    proto.ir_version = max(onnx.helper.find_min_ir_version_for(standard), OLDEST_IR)
 
 
 def is_constant(tensor: Tensor) -> bool:

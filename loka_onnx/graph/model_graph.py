@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import takewhile
@@ -21,15 +21,16 @@ from pathlib import Path
 import onnx
 
 from loka_onnx.core.model_graph import GraphEdge, GraphNode, ModelGraph, NodeKind
-from loka_onnx.graph.storage import names_in_subgraphs, parse_proto
+from loka_onnx.graph.storage import parse_proto
+from loka_onnx.sessions.model_files import reads_of
 
 MOST_NODES = 600
 """Nodes that a reader can still follow, and a browser moves smoothly."""
 
 
-def read_model_graph(path: Path, sites: Collection[str], most: int = MOST_NODES) -> ModelGraph:
-    """Read the graph of a canonical model without external data; beyond `most` nodes, modules are folded."""
-    return describe_graph(parse_proto(path).graph, sites, most)
+def read_model_graph(path: Path, sites: Collection[str]) -> ModelGraph:
+    """Read the graph of a canonical model without external data; beyond `MOST_NODES`, modules are folded."""
+    return describe_graph(parse_proto(path).graph, sites)
 
 
 def describe_graph(graph: onnx.GraphProto, sites: Collection[str], most: int = MOST_NODES) -> ModelGraph:
@@ -71,7 +72,7 @@ def _whole(
             continue
         index = len(nodes)
         nodes.append(_operator(node, position, sites))
-        for tensor in _read_by(node):
+        for tensor in reads_of([node]):
             if tensor in maker:
                 edges.setdefault((maker[tensor], index), tensor)
         maker.update(dict.fromkeys(filter(None, node.output), index))
@@ -93,18 +94,6 @@ def _module(name: str, separator: str) -> str:
     """Return the module path in a node's name; of several merged ones, the first's."""
     one, merged, _ = name.partition("+")
     return one.rpartition("." if merged else separator)[0].replace("/", ".")
-
-
-def _read_by(node: onnx.NodeProto) -> Iterator[str]:
-    """Yield tensors that a node reads, also by its branches and bodies."""
-    yield from node.input
-    for attribute in node.attribute:
-        if attribute.type == onnx.AttributeProto.GRAPH:
-            yield from sorted({name for n in attribute.g.node for name in n.input})
-            yield from sorted(names_in_subgraphs(attribute.g))
-
-
-# Folding -------------------------------------------------------------------------------------------
 
 
 def _fold(whole: _Drawing, most: int) -> _Drawing:

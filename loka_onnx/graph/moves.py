@@ -105,17 +105,12 @@ def _sliced(numbers: Numbers, node: Node) -> Numbers:
     return numbers
 
 
-def _squeezed(numbers: Numbers, node: Node) -> Numbers:
-    axes = _constants(node)
-    return np.squeeze(numbers, tuple(axes[0]) if axes else None)
-
-
 _MOVES: Mapping[str, Callable[[Numbers, Node], Numbers]] = {
     "Identity": lambda numbers, node: numbers,
     "Cast": lambda numbers, node: numbers,
     "Transpose": lambda numbers, node: numbers.transpose(node.attrs.get("perm")),
     "Flatten": _flattened,
-    "Squeeze": _squeezed,
+    "Squeeze": lambda numbers, node: np.squeeze(numbers, *map(tuple, _constants(node))),
     "Unsqueeze": lambda numbers, node: np.expand_dims(numbers, tuple(_constants(node)[0])),
     "Tile": lambda numbers, node: np.tile(numbers, _constants(node)[0]),
     "Gather": _gathered,
@@ -173,13 +168,10 @@ def _through(node: Node) -> tuple[Origin | None, ...]:
         return column_origins(varying[0]) if len(varying) == 1 else ()
     if node.op == "Concat" and int(node.attrs.get("axis", 0)) in {1, -1}:
         return tuple(origin for tensor in node.inputs for origin in column_origins(tensor))
-    if node.op == "Unsqueeze" and producer(node.inputs[0]) is None and _is_vector(node.inputs[0]):
-        return (Origin(node.inputs[0].name, 0),)
+    source = node.inputs[0]
+    if node.op == "Unsqueeze" and producer(source) is None and not is_constant(source):
+        return (Origin(source.name, 0),) if len(source.shape or ()) == 1 else ()
     return ()
-
-
-def _is_vector(tensor: Tensor) -> bool:
-    return not is_constant(tensor) and tensor.shape is not None and len(tensor.shape) == 1
 
 
 def _width(tensor: Tensor) -> int:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import ast
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import chain, count
 
 import onnx
@@ -34,20 +34,21 @@ def name_sites(graph: onnx.GraphProto, sites: Iterable[int]) -> dict[int, str]:
     bases = {index: module_path(graph.node[index]) for index in sites}
     counts = Counter(bases.values())
     names: dict[int, str] = {}
+    taken: set[str] = set()
     ordinals: defaultdict[str, int] = defaultdict(int)
     for index, base in bases.items():
-        node = graph.node[index]
-        if base and counts[base] == 1 and not _is_container(node):
-            names[index] = base
-            continue
-        leaf = _weight_leaf(node, initializers, base)
-        if not leaf:
-            kind = node.op_type.lower()
-            key = f"{base}/{kind}"
-            leaf = kind if ordinals[key] == 0 else f"{kind}_{ordinals[key]}"
-            ordinals[key] += 1
-        names[index] = f"{base}.{leaf}" if base else leaf
-    return _unique(names)
+        node, name = graph.node[index], base
+        if not base or counts[base] > 1 or _is_container(node):
+            leaf = _weight_leaf(node, initializers, base)
+            if not leaf:
+                kind = node.op_type.lower()
+                key = f"{base}/{kind}"
+                leaf = kind if ordinals[key] == 0 else f"{kind}_{ordinals[key]}"
+                ordinals[key] += 1
+            name = f"{base}.{leaf}" if base else leaf
+        names[index] = unused(name, taken)
+        taken.add(names[index])
+    return names
 
 
 def module_path(node: onnx.NodeProto) -> str:
@@ -56,7 +57,11 @@ def module_path(node: onnx.NodeProto) -> str:
     scopes = _listed(metadata.get(NAME_SCOPES, ""))
     if scopes is not None:
         return scopes[-2] if len(scopes) > 1 else ""
-    return _path_from_name(node.name)
+    # The name may be a path, such as ``/over_arch/fc2/MatMul`` or ``model/dense/MatMul``.
+    parts = [part for part in node.name.split("/") if part]
+    if len(parts) > 1:
+        return ".".join(parts[:-1])
+    return "" if not parts or _GENERATED.match(parts[0]) else parts[0]
 
 
 def merged_name(names: Sequence[str]) -> str:
@@ -72,14 +77,6 @@ def merged_name(names: Sequence[str]) -> str:
     if len(leaves) > _MOST_NAMED:
         leaves = [leaves[0], f"{len(leaves) - 1}_more"]
     return ".".join([*parts[0][:shared], "+".join(leaves)])
-
-
-def _path_from_name(name: str) -> str:
-    """Return the module path in a node name such as ``/over_arch/fc2/MatMul`` or ``model/dense/MatMul``."""
-    parts = [part for part in name.split("/") if part]
-    if len(parts) > 1:
-        return ".".join(parts[:-1])
-    return "" if not parts or _GENERATED.match(parts[0]) else parts[0]
 
 
 def _is_container(node: onnx.NodeProto) -> bool:
@@ -115,15 +112,6 @@ def _weight_leaf(node: onnx.NodeProto, initializers: set[str], base: str) -> str
                 return ""
             return leaf if not base else leaf.rsplit(".", 1)[-1]
     return ""
-
-
-def _unique(names: Mapping[int, str]) -> dict[int, str]:
-    taken: set[str] = set()
-    result: dict[int, str] = {}
-    for index, name in names.items():
-        result[index] = unused(name, taken)
-        taken.add(result[index])
-    return result
 
 
 def unused(base: str, taken: Collection[str]) -> str:

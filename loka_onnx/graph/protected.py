@@ -70,9 +70,6 @@ class Protected:
     reason: str
 
 
-# The logit end ------------------------------------------------------------------------------------------
-
-
 def logit_ends(model: GraphModel) -> tuple[Protected, ...]:
     """Return nodes between the last products and the outputs, in topological order.
 
@@ -144,9 +141,6 @@ def _is_narrow(tensor: Tensor) -> bool:
 
 def _is_fp32(tensor: Tensor) -> bool:
     return bool(tensor.name) and tensor.dtype is not None and element_type(tensor.dtype) == TensorProto.FLOAT
-
-
-# The residual stream ------------------------------------------------------------------------------------
 
 
 def residual_streams(model: GraphModel) -> tuple[Protected, ...]:

@@ -114,11 +114,7 @@ def _read(tensor: Tensor, depth: int) -> tuple[Dim, ...] | None:
 
 def _of_shape(node: Node) -> tuple[Dim, ...] | None:
     every = dimensions(node.inputs[0])
-    return None if every is None else every[int(node.attrs.get("start", 0)) : _end(node)]
-
-
-def _end(node: Node) -> int | None:
-    return int(node.attrs["end"]) if "end" in node.attrs else None
+    return None if every is None else every[node.attrs.get("start", 0) : node.attrs.get("end")]
 
 
 def _selected(node: Node, entries: tuple[Dim, ...]) -> tuple[Dim, ...] | None:

@@ -49,7 +49,12 @@ def describe(node: Node, merged_from: tuple[str, ...] = ()) -> Site:
     if operands[0].constant:
         operands = operands[::-1]
     kind = SiteKind.LINEAR if operands[1].constant else SiteKind.INTERACTION
-    k = _contraction_length(operands)
+    lengths = (
+        operand.shape[operand.contracting_axis]
+        for operand in reversed(operands)
+        if operand.shape and operand.contracting_axis is not None
+    )
+    k = next((length for length in lengths if length is not None), 0)
     n, rows = _columns_and_rows(node, operands)
     return Site(node.name, kind, node.op, operands, node.outputs[0].name, k, n, rows, merged_from)
 
@@ -97,15 +102,6 @@ def _contracting_axes(node: Node) -> tuple[int | None, int | None]:
     if node.op == "Gemm":
         return (0 if node.attrs.get("transA", 0) else 1), (1 if node.attrs.get("transB", 0) else 0)
     return max(left - 1, 0), max(right - 2, 0)
-
-
-def _contraction_length(operands: Sequence[Operand]) -> int:
-    for operand in reversed(operands):
-        if operand.shape and operand.contracting_axis is not None:
-            length = operand.shape[operand.contracting_axis]
-            if length is not None:
-                return length
-    return 0
 
 
 def _columns_and_rows(node: Node, operands: Sequence[Operand]) -> tuple[int, int]:

@@ -113,7 +113,5 @@ def _check_conditions(model: onnx.ModelProto, path: Path) -> None:
             shapes[info.name] = [dim.dim_value for dim in kind.shape.dim]
     for node in graph.node:
         if node.op_type == "If" and prod(shapes.get(node.input[0], ())) != 1:
-            evidence = (
-                f"'{node.input[0]}' has the shape {[*shapes[node.input[0]]]}, and an If takes one value"
-            )
+            evidence = f"'{node.input[0]}' has the shape {[*shapes[node.input[0]]]}; an If takes one value"
             raise unsound(path, "has a condition of another size", evidence, f"node '{node.name}' (If)")

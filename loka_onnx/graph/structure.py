@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from itertools import islice
 from pathlib import Path
 
 import onnx
@@ -26,18 +25,14 @@ _FEW = 16
 def differences(one: Path, other: Path) -> tuple[str, ...]:
     """Return at most `MOST` differences between two models, in words; ModelError if one cannot be read."""
     before, after = (dict(_parts(read_proto(path).graph)) for path in (one, other))
-    return tuple(islice(_differences(before, after), MOST))
-
-
-def _differences(before: dict[str, str], after: dict[str, str]) -> Iterator[str]:
-    for part, description in before.items():
-        if part not in after:
-            yield f"{part} is gone"
-        elif after[part] != description:
-            yield f"{part} was {description[:_LONGEST]} and is {after[part][:_LONGEST]}"
-    for part in after:
-        if part not in before:
-            yield f"{part} is new"
+    found = list[str]()
+    for part in dict.fromkeys((*before, *after)):
+        was, now = before.get(part), after.get(part)
+        if was is None or now is None:
+            found.append(f"{part} is {'new' if was is None else 'gone'}")
+        elif was != now:
+            found.append(f"{part} was {was[:_LONGEST]} and is {now[:_LONGEST]}")
+    return tuple(found[:MOST])
 
 
 def _parts(graph: onnx.GraphProto, place: str = "") -> Iterator[tuple[str, str]]:

@@ -74,7 +74,9 @@ def take_weights(proto: onnx.ModelProto, directory: Path, detached: Sequence[Arr
                 tensor.data_location = onnx.TensorProto.DEFAULT
                 del tensor.external_data[:]
         else:
-            values = None if tensor.external_data else _inline_values(tensor)
+            raw = tensor.raw_data
+            is_whole = not tensor.external_data and len(raw) == stored_bytes(tensor)
+            values = _shaped(tensor, np.frombuffer(raw, np.uint8)) if is_whole else None
         if values is not None:
             hold(tensor, len(found))
             found.append(values)
@@ -89,11 +91,6 @@ def map_external(tensor: onnx.TensorProto, directory: Path) -> Array | None:
         return None
     path, shape = directory / stored.location, (stored.length,)
     return _shaped(tensor, np.memmap(path, np.uint8, "r", offset=stored.offset, shape=shape))
-
-
-def _inline_values(tensor: onnx.TensorProto) -> Array | None:
-    raw = tensor.raw_data
-    return _shaped(tensor, np.frombuffer(raw, np.uint8)) if len(raw) == stored_bytes(tensor) else None
 
 
 def _shaped(tensor: onnx.TensorProto, data: Array) -> Array:

@@ -15,11 +15,7 @@ T = TypeVar("T")
 
 
 def recorded_settings(kind: type[T], record: Path, remedy: str) -> T:
-    """Read a part of the run file, a dataclass of `kind`, from the record of a run.
-
-    Raises:
-        UserError: The run was recorded by another version.
-    """
+    """Read a part of the run file, a dataclass of `kind`, from a run's record; a UserError if it lacks it."""
     try:
         return TypeAdapter(kind).validate_python(serde.read(RunRecord, record).config)
     except ValidationError as error:

@@ -54,17 +54,12 @@ def run(
 
 
 def proposed_config(proposal: Proposal, source: str, overrides: Mapping[str, object]) -> RunConfig:
-    """Return the configuration of a proposal, from this directory on.
-
-    Raises:
-        ConfigError: An input has no column, or a value is wrong.
-    """
+    """Return the configuration of a proposal; a ConfigError if an input has no column or a value is wrong."""
     if proposal.unmatched:
-        names = ", ".join(match.input for match in proposal.unmatched[:8])
         raise ConfigError(
             f"E1642 {len(proposal.unmatched)} inputs of the model have no column",
             where=source,
-            evidence=f"{names}",
+            evidence=", ".join(match.input for match in proposal.unmatched[:8]),
             remedy=f"loka-onnx init {source}, and name their columns in the file that it writes",
         )
     return build_run_config(proposal.document, Path.cwd(), source=source, overrides=overrides)

@@ -136,9 +136,7 @@ DIGEST = "sha256:"
 
 
 def readable(value: Any, name: str = "") -> dict[str, str]:
-    """The parts of an input by dotted name: plain values as JSON, and one digest for what is larger or no
-    setting of a run file.
-    """
+    """The parts of an input by dotted name: plain values as JSON, one digest for larger ones and others."""
     plain = value.model_dump(mode="json") if isinstance(value, BaseModel) else value
     parts = {name: DIGEST + digest_json(keyed(value))[:12]}
     if isinstance(plain, str | int | float | bool | None):
@@ -168,9 +166,7 @@ def changes(before: Mapping[str, str], now: Mapping[str, str]) -> str:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Outcome of a stage: whether an earlier result was taken over, else its wall time, and why an earlier
-    result was not.
-    """
+    """Outcome of a stage: an earlier result was taken over, or why not, and the wall time."""
 
     stage: str
     reused: bool
@@ -299,7 +295,11 @@ class RunDirectory:
         before = self.record.reads.get(name, parts)
         because = changes(before, parts)
         self.on_stage(name, None)
-        if again is not True and self._is_finished(name, key):
+        own = next((r for r in self.record.stages if r.stage == name and r.key == key), None)
+        if (again is not True and own is not None) and all(
+            (self.path / file).is_file() and digest_file(self.path / file) == digest
+            for file, digest in own.files.items()
+        ):
             because = "more can be measured now"
             try:
                 value = load()
@@ -358,13 +358,6 @@ class RunDirectory:
     def before(self, name: str) -> tuple[StageRecord, ...]:
         """Records of the stages that come before one."""
         return self.record.stages[: self._place(name)]
-
-    def _is_finished(self, name: str, key: str) -> bool:
-        record = next((r for r in self.record.stages if r.stage == name and r.key == key), None)
-        return record is not None and all(
-            (self.path / file).is_file() and digest_file(self.path / file) == digest
-            for file, digest in record.files.items()
-        )
 
     def _place(self, name: str) -> int:
         """Position of a stage in the record: a repeated one keeps its own, and one that an earlier run left
@@ -464,9 +457,7 @@ def _remove_owned(path: Path, names: Sequence[str]) -> None:
 
 @contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Hold the lock on a run directory; an OutputError where another run, in this process or another, holds
-    it.
-    """
+    """Hold the lock on a run directory; an OutputError where a run in any process holds it."""
     file = directory / LOCK
     descriptor = _acquire(file)
     try:

@@ -27,12 +27,7 @@ from loka_onnx.pipeline.directory import Outcome, RunDirectory
 from loka_onnx.pipeline.emission import Results, choose_engines, emit_bundle, notes_of, write_report
 from loka_onnx.pipeline.judging import Judging
 from loka_onnx.pipeline.ladder_stage import attempt_again, climb_ladders
-from loka_onnx.pipeline.mods import (
-    ModdedModel,
-    allowed_errors,
-    modify_and_measure,
-    split_high_error,
-)
+from loka_onnx.pipeline.mods import ModdedModel, allowed_errors, modify_and_measure, split_high_error
 from loka_onnx.pipeline.outlook import Outlook
 from loka_onnx.pipeline.plans import decide_plans
 from loka_onnx.pipeline.probing import Probing

@@ -15,12 +15,7 @@ from loka_onnx.core.tables import Rows
 from loka_onnx.report import numbers
 from loka_onnx.report.data import SELECTION, ReportData, confidence_text
 from loka_onnx.report.document import Tone
-from loka_onnx.report.engine_tables import (
-    STATUS_TONES,
-    delta_heading,
-    delta_tone,
-    label_free_outputs,
-)
+from loka_onnx.report.engine_tables import STATUS_TONES, delta_heading, delta_tone, label_free_outputs
 from loka_onnx.report.figures import plus_minus
 from loka_onnx.report.sections import SYNTHETIC_BANNER
 from loka_onnx.report.verdict import NO_LABELS, baseline, busy, sentence

@@ -124,9 +124,8 @@ class _Service:
                 timeout.reschedule(min(end, timeout.when() or end))
 
     async def server(self, request: Request) -> Response:
-        return _json(
-            {"name": "loka-onnx", "version": version("loka-onnx"), "extensions": ["binary_tensor_data"]}
-        )
+        about = {"name": "loka-onnx", "version": version("loka-onnx")}
+        return _json({**about, "extensions": ["binary_tensor_data"]})
 
     async def live(self, request: Request) -> Response:
         return _json({"live": True})

@@ -61,8 +61,7 @@ _JSON_TYPES: dict[str, tuple[type, ...]] = {"b": (bool,), "i": (int,), "u": (int
 class Card:
     """The model that is served; `platform` is the backend and file format of its engine.
 
-    Raises:
-        ConfigError: The protocol cannot carry an input or output.
+    A ConfigError where the protocol cannot carry an input or output.
     """
 
     name: str
@@ -123,17 +122,12 @@ def write_answer(
     payload: list[bytes] = []
     for name, is_binary in request.outputs.items():
         value = values[name]
-        output: dict[str, Any] = {
-            "name": name,
-            "datatype": _datatype_of(specs[name]),
-            "shape": list(value.shape),
-        }
+        output = {"name": name, "datatype": _datatype_of(specs[name]), "shape": list(value.shape)}
         if is_binary:
             payload.append(_to_bytes(value))
-            output["parameters"] = {_SIZE: len(payload[-1])}
+            outputs.append({**output, "parameters": {_SIZE: len(payload[-1])}})
         else:
-            output["data"] = _to_json(value, name)
-        outputs.append(output)
+            outputs.append({**output, "data": _to_json(value, name)})
     document: dict[str, Any] = {"model_name": card.name, "model_version": card.version, "outputs": outputs}
     if request.id is not None:
         document["id"] = request.id
@@ -171,9 +165,8 @@ def _no_constant(name: str) -> NoReturn:
 def _id(document: Mapping[str, Any]) -> str | None:
     value = document.get("id")
     if value is not None and len(_expected(value, str, "`id`")) > MAX_ID:
-        raise DataError(
-            "E1404 `id` is too long", evidence=f"{len(value)} characters, at most {MAX_ID} are taken"
-        )
+        evidence = f"{len(value)} characters, at most {MAX_ID} are taken"
+        raise DataError("E1404 `id` is too long", evidence=evidence)
     return value
 
 
@@ -218,9 +211,8 @@ def _shape(tensor: Mapping[str, Any], spec: TensorSpec) -> tuple[int, ...]:
     """Return the shape of a tensor after checking that shape and type fit the model."""
     wanted, datatype = _datatype_of(spec), tensor.get("datatype")
     if datatype != wanted:
-        raise DataError(
-            "E1409 it has another datatype", evidence=f"{reprlib.repr(datatype)}, the model takes {wanted}"
-        )
+        evidence = f"{reprlib.repr(datatype)}, the model takes {wanted}"
+        raise DataError("E1409 it has another datatype", evidence=evidence)
     shape = tensor.get("shape")
     if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
         raise DataError("E1410 `shape` is no array of sizes", evidence=f"it is {reprlib.repr(shape)}")
@@ -272,11 +264,9 @@ def _flag(parameters: Mapping[str, Any], name: str, default: bool) -> bool:
 
 
 def _name(tensor: Mapping[str, Any], known: Iterable[str], kind: str) -> str:
-    name = tensor.get("name")
+    name, evidence = tensor.get("name"), f"it has {', '.join(known)}"
     if not isinstance(name, str) or name not in known:
-        raise DataError(
-            f"E1417 the model has no {kind} {reprlib.repr(name)}", evidence=f"it has {', '.join(known)}"
-        )
+        raise DataError(f"E1417 the model has no {kind} {reprlib.repr(name)}", evidence=evidence)
     return name
 
 

@@ -139,12 +139,7 @@ def has_spec(name: str) -> bool:
 
 
 def get_spec(name: str) -> BackendSpec:
-    """Return the declaration of a backend.
-
-    Raises:
-        ConfigError: There is no backend of that name.
-        MissingPackage: The package that adds it does not import.
-    """
+    """The declaration of a backend; ConfigError if there is none, MissingPackage if it does not import."""
     paths = spec_paths()
     if name not in paths:
         raise ConfigError(

@@ -82,14 +82,11 @@ def run_in_buckets(
     sizes: Sequence[int],
     batched: Collection[str],
 ) -> Arrays:
-    """Serve a request with programs of fixed sizes.
+    """Serve a request with programs of fixed sizes; an `EngineError` where that does not fit.
 
     Args:
         run: Runs the program of a size on exactly that many rows.
         batched: Outputs whose axis 0 is the batch; others are taken from the first piece.
-
-    Raises:
-        EngineError: The request is empty, its inputs disagree, or an output does not follow the batch.
     """
     answers: dict[str, list[npt.NDArray[Any]]] = {}
     for piece in pieces_of(rows_of(inputs), sizes):

@@ -167,12 +167,12 @@ class CudaContext:
 
     def upload(self, name: str, size: int) -> None:
         """Queue a copy of the first `size` bytes of the staging buffer to the device."""
-        host, device = self._buffers["host", name][0], self._buffers["device", name][0]
+        device, host = (self._buffers[place, name][0] for place in ("device", "host"))
         self._queue_copy("cuMemcpyHtoDAsync_v2", device, host, size)
 
     def download(self, name: str, size: int) -> None:
         """Queue a copy of the first `size` bytes on the device into the staging buffer."""
-        host, device = self._buffers["host", name][0], self._buffers["device", name][0]
+        device, host = (self._buffers[place, name][0] for place in ("device", "host"))
         self._queue_copy("cuMemcpyDtoHAsync_v2", host, device, size)
 
     def copy(self, target: int, source: int, size: int) -> None:

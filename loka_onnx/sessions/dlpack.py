@@ -102,8 +102,7 @@ def device_of(value: Any) -> tuple[int, int]:
 def borrow(value: Any, stream: int | None = None) -> Borrowed:
     """Borrow an array for a CUDA stream, after the work on it that its library has queued; None is the host.
 
-    Raises:
-        DataError: It cannot be exported, is not in C order, or has a type that NumPy lacks.
+    A `DataError` if it cannot be exported, is not in C order, or has a type that NumPy lacks.
     """
     kind, number = device_of(value)
     value = _settled(value)

@@ -6,7 +6,6 @@ An architecture determines where an engine can be loaded, but not its latency: a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,10 +22,7 @@ INTEGER_INSTRUCTIONS = ("amx_int8", "avx512_vnni", "avx_vnni", "i8mm", "asimddp"
 
 def instruction_sets(cpuinfo: Path = CPUINFO) -> frozenset[str]:
     """Instruction sets of this processor, as Linux names them; none where they are not known."""
-    try:
-        lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return frozenset()
+    lines = _text_of(cpuinfo).splitlines()
     flags = (line.partition(":")[2] for line in lines if line.startswith(("flags", "Features")))
     return frozenset(next(flags, "").split())
 
@@ -76,23 +72,21 @@ def list_amd_devices(nodes: Path = KFD_NODES, cards: Path = DRM_CARDS) -> tuple[
     """
     found = []
     for node in sorted(nodes.glob("*/properties"), key=lambda path: int(path.parent.name)):
-        try:
-            lines = node.read_text(encoding="ascii").splitlines()
-        except OSError:
-            continue
+        lines = _text_of(node).splitlines()
         pairs = dict(line.split(maxsplit=1) for line in lines if " " in line)
         version = int(pairs.get("gfx_target_version", "0"))
         if version:
             architecture = f"gfx{version // 10000}{version // 100 % 100:x}{version % 100:x}"
-            found.append(AmdDevice(_amd_name(pairs, cards), architecture))
+            card = cards / f"renderD{pairs.get('drm_render_minor', '')}" / "device" / "product_name"
+            numbers = (int(pairs.get(key, "0")) for key in ("vendor_id", "device_id"))
+            name = _text_of(card).strip() or "PCI {:04x}:{:04x}".format(*numbers)
+            found.append(AmdDevice(name, architecture))
     return tuple(found)
 
 
-def _amd_name(node: Mapping[str, str], cards: Path) -> str:
-    file = cards / f"renderD{node.get('drm_render_minor', '')}" / "device" / "product_name"
+def _text_of(file: Path) -> str:
+    """Content of a file of Linux; empty where it cannot be read."""
     try:
-        name = file.read_text(encoding="utf-8", errors="replace").strip()
+        return file.read_text(encoding="utf-8", errors="replace")
     except OSError:
-        name = ""
-    numbers = (int(node.get(key, "0")) for key in ("vendor_id", "device_id"))
-    return name or "PCI {:04x}:{:04x}".format(*numbers)
+        return ""

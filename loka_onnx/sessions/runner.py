@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -252,19 +252,21 @@ def stream_count(threads: int) -> int:
     return threads or len(os.sched_getaffinity(0))
 
 
-def map_in_order(work: Callable[[A], B], items: Iterable[A], streams: int) -> Iterator[B]:
+def map_in_order(
+    work: Callable[[A], B], items: Iterable[A], streams: int, per_stream: int = 2
+) -> Generator[B, None, None]:
     """Apply a function to items in several threads and yield the results in order.
 
     An operator on a ranker's batch is too small to share between threads: one stream per core is faster than
-    one stream on all cores, and a result does not depend on their number. At most two items per stream are
-    in flight, which bounds memory.
+    one stream on all cores, and a result does not depend on their number. At most `per_stream` items per
+    stream are in flight, which bounds memory. After a failure no further item begins.
     """
     waiting: deque[Future[B]] = deque()
     with ThreadPoolExecutor(streams, thread_name_prefix="stream") as pool:
         try:
             for item in items:
                 waiting.append(pool.submit(work, item))
-                if len(waiting) >= 2 * streams:
+                if len(waiting) >= per_stream * streams:
                     yield waiting.popleft().result()
             while waiting:
                 yield waiting.popleft().result()

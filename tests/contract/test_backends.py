@@ -21,7 +21,7 @@ from loka_onnx.core.formats import E5M2, Precision
 from loka_onnx.core.plan import PrecisionPlan
 from loka_onnx.core.recipe import Recipe
 from loka_onnx.engines.base import Backend
-from loka_onnx.engines.registry import all_backends, get_backend
+from loka_onnx.engines.registry import get_backend
 from loka_onnx.engines.request import BuildRequest
 from loka_onnx.errors import ConfigError, EngineError
 from loka_onnx.sessions.cuda import list_cuda_devices
@@ -131,7 +131,7 @@ def build(subject: Subject, model: TinyModel, output: Path) -> EngineArtifact:
 
 def test_every_backend_is_in_the_suite_and_unknown_names_list_the_known() -> None:
     assert set(SUBJECTS) == set(backend_names())
-    assert [backend.name for backend in all_backends()] == list(backend_names())
+    assert [get_backend(name).name for name in backend_names()] == list(backend_names())
     with pytest.raises(ConfigError, match=r"known backends: (?s:.*)onnxruntime, (?s:.*)did you mean"):
         get_backend("tensorrt-rtx")
     with pytest.raises(ConfigError, match="did you mean 'nvidia-rtx-ada'"):

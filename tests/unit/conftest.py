@@ -1,8 +1,11 @@
-"""Makes the runs of `report` importable, and builds one for all tests that ask for it."""
+"""Makes the runs of `report` importable; makes one of them and its bundle for all tests that ask for them."""
 
 from __future__ import annotations
 
+import gc
+import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,3 +22,24 @@ def sample(tmp_path_factory: pytest.TempPathFactory) -> SampleRun:
     from sample_run import make_run
 
     return make_run(tmp_path_factory.mktemp("run") / "run")
+
+
+@pytest.fixture(scope="session")
+def original(sample: SampleRun, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bundle that no test changes."""
+    from loka_onnx.bundle.writer import write_bundle
+
+    return write_bundle(sample.contents, tmp_path_factory.mktemp("original") / "bundle")
+
+
+@pytest.fixture
+def bundle(original: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(original, tmp_path / "bundle"))
+
+
+@pytest.fixture
+def what_lives_already_is_not_collected() -> Iterator[None]:
+    """Each measurement collects garbage first, and whatever the tests before have left is not its own."""
+    gc.freeze()
+    yield
+    gc.unfreeze()

@@ -65,11 +65,8 @@ def pack_bundle(directory: Path, archive: Path, progress: Progress = silent) -> 
     """Write a bundle as a single file, atomically; return it with links resolved.
 
     The bundle is verified first, and the archive before it takes its place. An old archive there is replaced.
-    Equal bundles give equal archives.
-
-    Raises:
-        BundleInvalid: The bundle does not verify.
-        OutputError: The place cannot be written, or holds something that is not a bundle.
+    Equal bundles give equal archives. Raises BundleInvalid if the bundle does not verify, OutputError if the
+    place cannot be written or holds something else.
     """
     destination = Path(os.path.realpath(archive))
     check_replaceable(destination, is_file=True)
@@ -82,9 +79,7 @@ def pack_bundle(directory: Path, archive: Path, progress: Progress = silent) -> 
 def unpack(archive: Path, directory: Path, progress: Progress = silent) -> Path:
     """Write the bundle of an archive as a directory, atomically; return it with links resolved.
 
-    Raises:
-        BundleInvalid: The archive does not verify; nothing is left of what was written.
-        OutputError: The place cannot be written, has no room, or holds something that is not a bundle.
+    Raises as `pack_bundle`; nothing is left of what was written.
     """
     destination = Path(os.path.realpath(directory))
     check_replaceable(destination)

@@ -91,11 +91,7 @@ def read_entry(stream: BinaryIO, name: str, limit: int, where: Path) -> bytes | 
 
 
 def parse_document(kind: type[T], data: bytes, name: str, where: Path) -> T:
-    """Parse a sealed document of a bundle (`where`, in messages).
-
-    Raises:
-        BundleInvalid: It is not UTF-8, not JSON, has an unknown schema, or its seal does not match.
-    """
+    """Parse a sealed document; `BundleInvalid` unless it is JSON of a known schema that matches its seal."""
     what = Path(name).stem
     try:
         text = data.decode("utf-8")
@@ -168,11 +164,7 @@ class Pin:
 
 @contextlib.contextmanager
 def pinned(directory: Path) -> Iterator[Pin]:
-    """Pin a directory for a block; errors of this package that leave the block show its name.
-
-    Raises:
-        BundleInvalid: There is no directory, or it cannot be read.
-    """
+    """Pin a directory for a block; errors of this package that leave the block show its name."""
     try:
         descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     except (OSError, ValueError) as error:

@@ -122,12 +122,9 @@ def verify_directory(directory: Path, keys: Sequence[Path] = (), progress: Progr
 
 
 def check_models(manifest: Manifest, where: Path, load: Callable[[str], onnx.ModelProto]) -> None:
-    """Check that the ONNX models of a bundle read weights only from its files.
+    """Check that the models of a bundle are ONNX, and read weights only from its files (`BundleInvalid`).
 
     `load` reads the model at a path of the manifest, without external data.
-
-    Raises:
-        BundleInvalid: One reads another file, is not a model, or runs in ONNX Runtime under another suffix.
     """
     files = {f.path: f for f in manifest.files}
     locations: dict[str, tuple[str, ...]] = {}
@@ -168,11 +165,7 @@ class Sample:
 
 
 def read_sample(directory: Path, manifest: Manifest, engine: EngineEntry) -> Sample:
-    """Read the sample of one engine from a verified bundle.
-
-    Raises:
-        BundleInvalid: The sample is not an npz of plain arrays, is too large, or lacks an array.
-    """
+    """Read the sample of one engine from a verified bundle; `BundleInvalid` unless it holds all arrays."""
     path = directory / manifest.sample
     try:
         with zipfile.ZipFile(path) as archive:

@@ -33,16 +33,15 @@ _RENAME_EXCHANGE = 2
 def staged_directory(destination: Path) -> Iterator[Path]:
     """Yield an empty directory that replaces `destination` when the block ends without an error.
 
-    Removes leftovers of interrupted writers. Contents are synced to disk before the move.
-
-    Raises:
-        OutputError: The destination cannot be written.
+    Removes leftovers of interrupted writers. Contents are synced to disk before the move. Raises OutputError
+    if the destination cannot be written.
     """
     with _stage(destination) as stage:
         yield stage
-        for folder, _, _ in os.walk(stage):
+        for folder, _, names in os.walk(stage):
             Path(folder).chmod(0o755)
-        _sync_tree(stage)
+            for name in (*names, ""):
+                _sync(Path(folder, name))
         with _locked(destination.parent):
             move_into_place(stage, destination)
 
@@ -174,13 +173,6 @@ def _locked(directory: Path, *, wait: bool = True) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
-
-
-def _sync_tree(directory: Path) -> None:
-    for folder, _, names in os.walk(directory):
-        for name in names:
-            _sync(Path(folder) / name)
-        _sync(Path(folder))
 
 
 def _sync(path: Path) -> None:

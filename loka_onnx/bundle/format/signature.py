@@ -6,6 +6,7 @@ The manifest holds the digest of every other file, so that its signature covers 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Sequence
@@ -98,14 +99,17 @@ def check_signature(signature: bytes | None, manifest: bytes, keys: Sequence[Pat
     document = parse_signature(signature, manifest, where)
     known = [entry for entry in document.signatures if entry.key in accepted]
     if not known:
-        refuse(
-            where,
-            "the bundle is signed with another key",
-            f"signed with {', '.join(document.keys)}; accepted {', '.join(accepted)}",
-            f"{_ORIGIN}, or name the right public key",
-        )
+        evidence = f"signed with {', '.join(document.keys)}; accepted {', '.join(accepted)}"
+        remedy = f"{_ORIGIN}, or name the right public key"
+        refuse(where, "the bundle is signed with another key", evidence, remedy)
+    from cryptography.exceptions import InvalidSignature
+
     # One valid signature is enough: anyone could have added an invalid one before.
-    holding = [entry.key for entry in known if _verifies(accepted[entry.key], entry.signature, manifest)]
+    holding = list[str]()
+    for entry in known:
+        with contextlib.suppress(InvalidSignature):
+            accepted[entry.key].verify(bytes.fromhex(entry.signature), manifest)
+            holding.append(entry.key)
     if not holding:
         keys_named = ", ".join(entry.key for entry in known)
         refuse(where, "the signature does not verify", f"key {keys_named}", _ORIGIN)
@@ -123,12 +127,8 @@ def parse_signature(data: bytes, manifest: bytes, where: Path) -> BundleSignatur
         refuse(where, "the signature names no key, or keys out of order", f"keys {keys}")
     digest = digest_bytes(manifest)
     if document.manifest != digest:
-        refuse(
-            where,
-            "the manifest was altered since it was signed",
-            f"sha256 {digest[:16]}…, signed was {document.manifest[:16]}…",
-            f"{_ORIGIN}, or {_SIGN}",
-        )
+        evidence = f"sha256 {digest[:16]}…, signed was {document.manifest[:16]}…"
+        refuse(where, "the manifest was altered since it was signed", evidence, f"{_ORIGIN}, or {_SIGN}")
     return document
 
 
@@ -181,13 +181,3 @@ def require_cryptography() -> None:
             evidence=str(error),
             remedy="pip install 'loka-onnx[sign]'",
         ) from error
-
-
-def _verifies(key: Ed25519PublicKey, signature: str, data: bytes) -> bool:
-    from cryptography.exceptions import InvalidSignature
-
-    try:
-        key.verify(bytes.fromhex(signature), data)
-    except InvalidSignature:
-        return False
-    return True

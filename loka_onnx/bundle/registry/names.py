@@ -191,11 +191,9 @@ def write_pointer(store: Store, name: str, digest: str) -> None:
 
 
 def resolve_in(store: Store, reference: Reference) -> str:
-    """Digest of the manifest of the bundle of a reference.
+    """Digest of the manifest of the bundle of a reference; `UserError` if there is none.
 
-    Raises:
-        UserError: The reference names no bundle, or the registry has no such name.
-        BundleInvalid: The pointer of that name is damaged.
+    `BundleInvalid` if the pointer of its name is damaged.
     """
     if reference.digest is not None:
         return reference.digest

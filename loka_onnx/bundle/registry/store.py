@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -151,22 +149,3 @@ class Store:
             evidence = printable(" ".join(f"{type(error).__name__}: {error}".split()))
             what = f"cannot {doing} the registry"
             raise kind(what, where=self.url, evidence=evidence, remedy=remedy) from error
-
-
-def in_order(calls: Iterable[Callable[[], T]], threads: int) -> Generator[T, None, None]:
-    """Yield results of calls in their order, while the next ones run in threads.
-
-    At most `threads` results are held at once. After a failure no further call begins, and running ones are
-    waited for.
-    """
-    pool = ThreadPoolExecutor(threads, thread_name_prefix="registry")
-    pending: deque[Future[T]] = deque()
-    try:
-        for call in calls:
-            pending.append(pool.submit(call))
-            if len(pending) == threads:
-                yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)

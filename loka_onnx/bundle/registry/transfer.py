@@ -42,10 +42,11 @@ from loka_onnx.bundle.registry.names import (
     resolve_in,
     write_pointer,
 )
-from loka_onnx.bundle.registry.store import PUSH_AGAIN, Store, TransferOptions, in_order
+from loka_onnx.bundle.registry.store import PUSH_AGAIN, Store, TransferOptions
 from loka_onnx.core.digests import digest_bytes, digest_file
 from loka_onnx.core.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, BundleFile, Manifest
 from loka_onnx.errors import BundleInvalid, ConfigError, LokaError
+from loka_onnx.sessions.runner import map_in_order
 
 
 @dataclass(frozen=True)
@@ -95,10 +96,10 @@ def _push(directory: Path, reference: Reference, store: Store, *, again: bool) -
     parts = [part for file in blobs for part in parts_of(file.sha256, file.bytes)]
     kept: set[BlobPart] = set()
     if not again:
-        sizes = in_order((partial(store.size, part.key) for part in parts), threads)
+        sizes = map_in_order(store.size, (part.key for part in parts), threads, 1)
         kept = {part for part, size in zip(parts, sizes, strict=True) if size == part.bytes}
     total, sent = sum(part.bytes for part in parts if part not in kept), 0
-    for size in in_order(_sending(store, directory, blobs, kept), threads):
+    for size in map_in_order(lambda send: send(), _sending(store, directory, blobs, kept), threads, 1):
         sent += size
         store.options.progress("push", sent, total)
     if signature is not None:
@@ -251,8 +252,8 @@ def _pull(store: Store, listed: _Listed, destination: Path) -> tuple[int, int]:
         if listed.signature is not None:
             (stage / SIGNATURE_NAME).write_bytes(listed.signature)
         parts = (part for file in missing for part in parts_of(file.sha256, file.bytes))
-        calls = (partial(store.need, part.key, part.bytes) for part in parts)
-        with contextlib.closing(in_order(calls, store.options.threads)) as contents:
+        read = map_in_order(lambda p: store.need(p.key, p.bytes), parts, store.options.threads, 1)
+        with contextlib.closing(read) as contents:
             for file in missing:
                 with _target(stage, file).open("xb") as stream:
                     for part in parts_of(file.sha256, file.bytes):

@@ -17,7 +17,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import cycle
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,6 +32,7 @@ from loka_onnx.engines.inductor.lowering.strategies import (
     TiledProduct,
 )
 from loka_onnx.engines.tuned_kernels import calls_in_turn, copies_in_turn
+from loka_onnx.engines.tuning import graph_timer
 
 TILES = (
     Tile(128, 128, 128, 3, 8),
@@ -327,24 +327,5 @@ def _error(strategy: ProductStrategy, product: Factors) -> float:
 
 def time_in_graph(run: Callable[[], object], launches: int = _LAUNCHES) -> float:
     """Median time of one launch in a CUDA graph, microseconds."""
-    for _ in range(2):
-        run()
-    torch.cuda.synchronize()
-    stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    with torch.cuda.stream(stream):
-        run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(launches):
-            run()
-    graph.replay()
-    us: list[float] = []
-    for _ in range(_REPLAYS):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        us.append(begin.elapsed_time(end) * 1e3 / launches)
-    return statistics.median(us)
+    replay = graph_timer(run, launches)
+    return statistics.median(replay() for _ in range(_REPLAYS))

@@ -206,11 +206,6 @@ def load_program(migraphx: Any, path: Path) -> Any:
     return program
 
 
-def text_of(program: Any) -> str:
-    """The program as MIGraphX prints it."""
-    return str(program)
-
-
 def parameters_of(program: Any) -> dict[str, tuple[int, ...]]:
     """Shapes of a program's parameters by name."""
     shapes = program.get_parameter_shapes()
@@ -228,8 +223,7 @@ def run_program(
     held = {name: np.ascontiguousarray(value) for name, value in inputs.items()}
     arguments = {name: migraphx.argument(value) for name, value in held.items()}
     try:
-        results = program.run(arguments)
-        return [np.array(result) for result in results]
+        return [np.array(result) for result in program.run(arguments)]
     except RuntimeError as error:
         raise EngineError("E0847 MIGraphX failed on a batch", evidence=_first_line(error)) from error
     finally:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import ClassVar
 
@@ -138,8 +139,8 @@ class MigraphxBackend(Backend):
         """Read the compiled programs."""
         migraphx = import_migraphx()
         files = (engine.parent / each.file for each in read_engine(engine).programs)
-        texts = [api.text_of(api.load_program(migraphx, file)) for file in files]
-        return site_precisions([parse_program(text) for text in texts], request.planned)
+        programs = [parse_program(str(api.load_program(migraphx, file))) for file in files]
+        return site_precisions(programs, request.planned)
 
     def load(self, engine: Path, architecture: str) -> Runner:
         """Load the programs."""
@@ -147,11 +148,9 @@ class MigraphxBackend(Backend):
 
     def files(self, engine: Path) -> tuple[Path, ...]:
         """Return the manifest and its programs, or an invalid file alone."""
-        try:
-            programs = read_engine(engine).programs
-        except EngineError:
-            return (engine,)
-        return (engine, *(engine.parent / program.file for program in programs))
+        with suppress(EngineError):
+            return (engine, *(engine.parent / program.file for program in read_engine(engine).programs))
+        return (engine,)
 
 
 def inputs_of(model: onnx.ModelProto) -> tuple[ProgramInput, ...]:

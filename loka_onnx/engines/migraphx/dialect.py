@@ -23,6 +23,7 @@ FP8, so that pairs stay at their products (`core.backends`). A program is never 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import deepcopy
 from enum import StrEnum
 from pathlib import Path
 
@@ -30,7 +31,7 @@ import numpy as np
 import onnx
 
 from loka_onnx.core.devices import CPU
-from loka_onnx.engines.migraphx.draft import GraphDraft
+from loka_onnx.engines.draft import GraphDraft, attribute
 from loka_onnx.engines.migraphx.pairs import (
     explicit_zero_points,
     rank_0_scales,
@@ -44,7 +45,6 @@ from loka_onnx.engines.migraphx.products import (
     gemm_to_matmul,
     scales_behind_products,
 )
-from loka_onnx.engines.onnx_operands import attribute
 from loka_onnx.errors import ModelError
 
 
@@ -70,7 +70,7 @@ does with FNUZ."""
 
 def write_dialect(model: onnx.ModelProto, folder: Path, form: Float8Form) -> onnx.ModelProto:
     """Return a planned model rewritten for MIGraphX; data stays external unless a rule changes it."""
-    draft = GraphDraft(model, folder)
+    draft = GraphDraft(deepcopy(model), folder)
     explicit_zero_points(draft)
     rank_0_scales(draft)
     products = gemm_to_matmul(draft)

@@ -12,9 +12,8 @@ import ml_dtypes
 import numpy as np
 import onnx
 
-from loka_onnx.engines.migraphx.draft import Array, GraphDraft, Node, drop_attributes
+from loka_onnx.engines.draft import Array, GraphDraft, Node, drop_attributes
 from loka_onnx.engines.migraphx.products import is_float8
-from loka_onnx.engines.onnx_operands import attribute
 from loka_onnx.errors import ModelError
 from loka_onnx.sessions.model_files import FLOAT8_TYPES
 
@@ -55,21 +54,13 @@ def explicit_zero_points(draft: GraphDraft) -> None:
     """
     for node in float8_nodes(draft):
         if len(node.input) < 3 or not node.input[2]:
-            scale, dtype = draft.values(node.input[1]), _quantized_dtype(draft, node)
-            zero = draft.add_constant(f"{node.name}/zero_point", np.zeros(scale.shape, dtype))
+            scale, kind = draft.values(node.input[1]), draft.quantized_kind(node)
+            zero = draft.add_constant(
+                f"{node.name}/zero_point", np.zeros(scale.shape, onnx.helper.tensor_dtype_to_np_dtype(kind))
+            )
             del node.input[2:]
             node.input.append(zero)
         drop_attributes(node, "output_dtype")
-
-
-def _quantized_dtype(draft: GraphDraft, node: Node) -> np.dtype[np.generic]:
-    if node.op_type == "QuantizeLinear":
-        return np.dtype(onnx.helper.tensor_dtype_to_np_dtype(attribute(node, "output_dtype", 0)))
-    if node.input[0] in draft.constants:
-        return draft.values(node.input[0]).dtype
-    quantize = draft.producer(node.input[0])
-    assert quantize is not None
-    return draft.values(quantize.input[2]).dtype
 
 
 def rank_0_scales(draft: GraphDraft) -> None:
@@ -105,21 +96,17 @@ def separate_sources(draft: GraphDraft) -> None:
     """
     copies: dict[str, str] = {}
     for node in float8_nodes(draft):
-        if node.op_type != "QuantizeLinear" or not _is_shared(draft, node):
-            continue
         source, scale = node.input[0], draft.values(node.input[1])
+        cast = draft.producer(source)
+        names = [source, *(cast.input if cast is not None and cast.op_type == "Cast" else ())]
+        is_shared = any(len(draft.readers(name)) > 1 or name in draft.outputs for name in names)
+        if node.op_type != "QuantizeLinear" or not is_shared:
+            continue
         if source not in copies:
             two = draft.add_constant(f"two/{scale.dtype.name}", np.array(2, scale.dtype))
             copies[source] = draft.insert(node, "Mul", [source, two], f"{node.name}/copy")
         node.input[0] = copies[source]
         node.input[1] = draft.add_constant(f"{node.input[1]}/doubled", (scale * 2).astype(scale.dtype))
-
-
-def _is_shared(draft: GraphDraft, quantize: Node) -> bool:
-    source = quantize.input[0]
-    cast = draft.producer(source)
-    names = [source, *([cast.input[0]] if cast is not None and cast.op_type == "Cast" else [])]
-    return any(len(draft.readers(name)) > 1 or name in draft.outputs for name in names)
 
 
 def to_fnuz(draft: GraphDraft) -> None:

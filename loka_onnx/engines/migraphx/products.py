@@ -14,8 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx
 
-from loka_onnx.engines.migraphx.draft import Array, GraphDraft, Node
-from loka_onnx.engines.onnx_operands import LAYOUT_OPS, attribute
+from loka_onnx.engines.draft import LAYOUT_OPS, Array, GraphDraft, Node, attribute
 from loka_onnx.errors import ModelError
 from loka_onnx.sessions.model_files import FLOAT8_TYPES
 
@@ -224,16 +223,10 @@ def _narrow_other_readers(draft: GraphDraft, base: Mapping[str, int], products: 
 
 
 def is_float8(draft: GraphDraft, node: Node) -> bool:
-    """True for a Q or DQ of FP8, by its zero point, its stored values, or its attribute."""
-    if node.op_type not in {"QuantizeLinear", "DequantizeLinear"}:
-        return False
-    known = [name for name in (*node.input[2:3], node.input[0]) if name and name in draft.constants]
-    if any(draft.kind(name) in FLOAT8_TYPES for name in known):
-        return True
-    if node.op_type == "QuantizeLinear":
-        return attribute(node, "output_dtype", 0) in FLOAT8_TYPES
-    quantize = draft.behind_layout(node.input[0])
-    return quantize is not None and quantize.op_type == "QuantizeLinear" and is_float8(draft, quantize)
+    """True for a Q or DQ of FP8."""
+    return (
+        node.op_type in {"QuantizeLinear", "DequantizeLinear"} and draft.quantized_kind(node) in FLOAT8_TYPES
+    )
 
 
 def _number(draft: GraphDraft, product: Node, name: str, value: float) -> str:

@@ -102,13 +102,6 @@ def read_engine(path: Path) -> MigraphxEngine:
     return engine
 
 
-def programs_beside(engine: Path) -> tuple[str, ...]:
-    """Names of the programs beside a manifest; none beside a file of another kind."""
-    if engine.suffix != ".json":
-        return ()
-    return tuple(program.file for program in read_engine(engine).programs)
-
-
 def why_not_run(architecture: str) -> str:
     """Reason why this host cannot run programs for an architecture; empty when it can.
 

@@ -119,36 +119,26 @@ def parse_program(text: str) -> ProgramText:
 
 
 def _parse_line(line: str) -> Instruction | None:
-    symbols: tuple[str, ...] = ()
-    with_symbols = _SYMBOLS.match(line)
-    if with_symbols:
-        line = with_symbols["line"]
-        symbols = tuple(each.strip() for each in with_symbols["symbols"].split(",") if each.strip())
+    symbols = kind = lengths = inputs = ""
+    if with_symbols := _SYMBOLS.match(line):
+        line, symbols = with_symbols["line"], with_symbols["symbols"]
     assigned = _ASSIGNED.match(line.rstrip())
     if assigned is None:
         return None
     operation = assigned["operation"]
-    shape = _SHAPE.search(operation)
-    kind, lengths = "", ""
-    if shape:
+    if shape := _SHAPE.search(operation):
         kind, lengths = shape["type"].removesuffix("_type"), shape["lengths"]
         operation = operation[: shape.start()]
-    inputs: tuple[str, ...] = ()
     # A literal's values and a parameter's name are no inputs.
     read = None if operation.startswith(("@literal", "@param")) else _INPUTS.search(operation)
     if read:
-        inputs = tuple(each.strip() for each in read["inputs"].split(",") if each.strip())
-        operation = operation[: read.start()]
+        inputs, operation = read["inputs"], operation[: read.start()]
     bare, bracket, rest = operation.partition("[")
-    return Instruction(
-        assigned["name"],
-        bare.partition("{")[0],
-        bracket + rest,
-        inputs,
-        kind,
-        tuple(int(each) for each in lengths.split(",") if each.strip()),
-        symbols,
+    read_by, sizes, nodes = (
+        tuple(filter(None, map(str.strip, listed.split(",")))) for listed in (inputs, lengths, symbols)
     )
+    name, operator = assigned["name"], bare.partition("{")[0]
+    return Instruction(name, operator, bracket + rest, read_by, kind, tuple(map(int, sizes)), nodes)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from loka_onnx.core.backends import Fusions
 from loka_onnx.core.devices import AMD, CPU
 from loka_onnx.core.formats import E4M3FN
 from loka_onnx.engines.migraphx.api import INSTALL, import_migraphx, version_of
-from loka_onnx.engines.migraphx.session import open_migraphx, programs_beside, why_not_run
+from loka_onnx.engines.migraphx.session import open_migraphx, read_engine, why_not_run
 from loka_onnx.sessions.backends import BackendSpec
 from loka_onnx.sessions.onnx_session import SessionOptions
 from loka_onnx.sessions.runner import Runner
@@ -27,8 +27,8 @@ class MigraphxSpec(BackendSpec):
         return why_not_run(architecture)
 
     def files_beside(self, engine: Path) -> tuple[str, ...]:
-        """The programs that the document names."""
-        return programs_beside(engine)
+        """The programs that a manifest names; none beside a file of another kind."""
+        return tuple(p.file for p in read_engine(engine).programs) if engine.suffix == ".json" else ()
 
     def load_library(self) -> Any:
         """See `BackendSpec.load_library`."""

@@ -36,7 +36,8 @@ import numpy.typing as npt
 import onnx
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
-from loka_onnx.engines.onnx_operands import OperandReader, attribute
+from loka_onnx.engines.draft import attribute
+from loka_onnx.engines.onnx_operands import OperandReader
 from loka_onnx.sessions.model_files import reads_of
 
 MOST = 2.0**30
@@ -159,7 +160,7 @@ class SplitProducts:
         names = [part_name(product.name, number) for number in range(len(split.output))]
         parts = [f"{name}/columns" for name in names]
         yield helper.make_node("Split", [weight, split.input[1]], parts, name=parts[0], axis=axis)
-        cuts = np.cumsum(self._reader.constant(split.input[1]))[:-1]
+        cuts = np.cumsum(self._reader.values(split.input[1]))[:-1]
         vectors = [self._cut(vector, cuts, names) for vector in (*scales, *self._biases(chain))]
         owned = zip(*vectors, strict=True) if vectors else [()] * len(names)
         for name, part, result, own in zip(names, parts, split.output, owned, strict=True):
@@ -177,7 +178,7 @@ class SplitProducts:
 
     def _cut(self, vector: str, cuts: npt.NDArray[np.int64], names: Sequence[str]) -> list[str]:
         """Store the parts of a vector and return their names; a single value is the same for each."""
-        values = self._reader.constant(vector)
+        values = self._reader.values(vector)
         if values.size == 1:
             return [vector] * len(names)
         stored = [f"{name}/{vector}" for name in names]
@@ -265,8 +266,8 @@ class IntegerProducts:
         at = next((i for i, n in enumerate(holder.input) if self._stored.get(n) == TensorProto.FLOAT), None)
         if at is None or self._ranks.get(product.output[0]) != MATRIX:
             return None
-        bias = self._reader.constant(holder.input[at])
-        steps = [self._reader.constant(factor.input[1]).astype(np.float32) for factor in factors]
+        bias = self._reader.values(holder.input[at])
+        steps = [self._reader.values(factor.input[1]).astype(np.float32) for factor in factors]
         unit = np.asarray(steps[0] * steps[1], np.float32)
         rounded = np.rint(bias.astype(np.float64) / unit)
         if bias.ndim != 1 or not (np.abs(rounded) <= MOST).all():
@@ -299,4 +300,4 @@ class IntegerProducts:
         if len(readers) != 1 or readers[0].op_type != "QuantizeLinear" or relu.output[0] in self._outputs:
             return False
         zero = readers[0].input[2] if len(readers[0].input) > MATRIX else ""
-        return self._stored.get(zero) == TensorProto.UINT8 and not self._reader.constant(zero).any()
+        return self._stored.get(zero) == TensorProto.UINT8 and not self._reader.values(zero).any()

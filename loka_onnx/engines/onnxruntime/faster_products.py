@@ -24,7 +24,8 @@ import numpy as np
 import onnx
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
-from loka_onnx.engines.onnx_operands import OperandReader, attribute
+from loka_onnx.engines.draft import attribute
+from loka_onnx.engines.onnx_operands import OperandReader
 from loka_onnx.engines.onnxruntime.cpu_form import IntegerProducts
 from loka_onnx.sessions.model_files import reads_of
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
@@ -140,7 +141,7 @@ class FasterProducts:
             "unit",
             entries,
             list(map(helper.make_empty_tensor_value_info, sorted(outputs))),
-            [numpy_helper.from_array(self._reader.constant(name), name) for name in stored],
+            [numpy_helper.from_array(self._reader.values(name), name) for name in stored],
         )
         opsets = list(self._model.opset_import)
         model = helper.make_model(graph, opset_imports=opsets, ir_version=self._model.ir_version)
@@ -161,7 +162,7 @@ def write_fp32(model: onnx.ModelProto, products: Collection[str], reader: Operan
                 node.input[index] = makers[integers].input[0]
                 continue
             cast, scale, node.input[index] = (f"{node.name}/{part}" for part in ("cast", "scale", "fp32"))
-            values = reader.constant(step)
+            values = reader.values(step)
             shape = (-1, 1) if values.ndim and attribute(makers[factor], "axis", 1) == 0 else values.shape
             graph.initializer.append(numpy_helper.from_array(values.reshape(shape), scale))
             nodes.append(helper.make_node("Cast", [integers], [cast], name=cast, to=TensorProto.FLOAT))

@@ -146,6 +146,6 @@ def _confirmed(source: Source, site: str, graphs: Graphs) -> Source:
     if not source.constant:
         return source
     expected = graphs.before.dequantized_weight(site)
-    if expected is None or not is_same_up_to_transpose(graphs.after.constant(source.constant), expected):
+    if expected is None or not is_same_up_to_transpose(graphs.after.values(source.constant), expected):
         return source
     return Source(source.element_type, "float8 weight, folded,", source.constant)

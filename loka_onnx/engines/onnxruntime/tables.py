@@ -22,7 +22,8 @@ from onnx import NodeProto, TensorProto, helper, numpy_helper
 from onnx.external_data_helper import uses_external_data
 
 from loka_onnx.core.formats import INT8
-from loka_onnx.engines.onnx_operands import OperandReader, attribute
+from loka_onnx.engines.draft import attribute
+from loka_onnx.engines.onnx_operands import OperandReader
 from loka_onnx.graph.storage import Stored
 from loka_onnx.numerics.rounding import quantize
 from loka_onnx.sessions.model_files import reads_of
@@ -56,7 +57,7 @@ def write_tables(model: onnx.ModelProto, reader: OperandReader) -> StoredTables:
         if reason := _why_not(model, stored[name], nodes, stored):
             declined[name] = reason
             continue
-        values = reader.constant(name)
+        values = reader.values(name)
         if not np.isfinite(values).all():
             declined[name] = "it holds NaN or infinity"
             continue

@@ -30,6 +30,7 @@ from typing import Any
 import onnx
 
 from loka_onnx.core.installation import cache_directory
+from loka_onnx.engines.draft import GraphDraft
 from loka_onnx.engines.request import BatchRange
 from loka_onnx.engines.tensorrt.dialect import keep_tables_once, split_by_heads
 from loka_onnx.errors import EngineError, ModelError
@@ -65,19 +66,21 @@ class BuildSettings:
 def build_engine(trt: Any, model: Path, settings: BuildSettings, target: Path) -> None:
     """Build and write one serialized engine of an ONNX file, whose external data is beside it.
 
-    Raises:
-        ModelError: The parser refuses the model.
-        EngineError: The builder fails, or cannot build for the architecture.
+    Raises ModelError if the parser refuses the model, EngineError if the builder fails.
     """
     logger = _make_logger(trt)
     builder = trt.Builder(logger)
     network = builder.create_network(_network_flags(trt))
     parser = trt.OnnxParser(network, logger)
     if not _parse(parser, model, settings):
+        errors = []
+        for error in map(parser.get_error, range(min(parser.num_errors, MAX_MESSAGES))):
+            where = f"{error.node_operator()} '{error.node_name()}': " if error.node_name() else ""
+            errors.append(f"{where}{error.desc()}")
         raise ModelError(
             f"E0890 the ONNX parser of {trt.__name__} refuses the model",
             where=str(model),
-            evidence=_parser_errors(parser) or logger.said(),
+            evidence="; ".join(errors) or logger.said(),
             remedy="keep the site in the base precision, or choose another backend",
         )
     config = builder.create_builder_config()
@@ -110,9 +113,9 @@ def known_capabilities(trt: Any) -> frozenset[str]:
 
 def _parse(parser: Any, model: Path, settings: BuildSettings) -> bool:
     if settings.rtx_dialect:
-        proto = onnx.load(os.fspath(model), load_external_data=False)
-        if [*keep_tables_once(proto), *split_by_heads(proto)]:
-            return bool(parser.parse(proto.SerializeToString(), os.fspath(model)))
+        draft = GraphDraft(onnx.load(os.fspath(model), load_external_data=False), model.parent)
+        if [*keep_tables_once(draft), *split_by_heads(draft)]:
+            return bool(parser.parse(draft.finished().SerializeToString(), os.fspath(model)))
     return bool(parser.parse_from_file(os.fspath(model)))
 
 
@@ -138,15 +141,6 @@ def _make_logger(trt: Any) -> Any:
 def _network_flags(trt: Any) -> int:
     flag = getattr(trt.NetworkDefinitionCreationFlag, "STRONGLY_TYPED", None)
     return 0 if flag is None else 1 << int(flag)
-
-
-def _parser_errors(parser: Any) -> str:
-    errors = []
-    for index in range(min(parser.num_errors, MAX_MESSAGES)):
-        error = parser.get_error(index)
-        where = f"{error.node_operator()} '{error.node_name()}': " if error.node_name() else ""
-        errors.append(f"{where}{error.desc()}")
-    return "; ".join(errors)
 
 
 def _configure(trt: Any, config: Any, settings: BuildSettings) -> None:

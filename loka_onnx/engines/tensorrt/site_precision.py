@@ -73,8 +73,7 @@ def site_precisions(graphs: Sequence[CompiledGraph], planned: PlannedSites) -> t
         evidence = "the engine carries no compiled graph to read"
         return tuple(SitePrecision(site.name, precision, (), False, evidence) for site, precision in planned)
     return tuple(
-        _read("compiled graph", _kernels_in_graphs(graphs, site), site, precision)
-        for site, precision in planned
+        _read("compiled graph", _kernels_in_graphs(graphs, s), s, planned_) for s, planned_ in planned
     )
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from loka_onnx.engines.triton.forms import Form, Refusal, Source, model_of
-from loka_onnx.engines.triton.models import Fields, Port, entries
+from loka_onnx.engines.triton.models import Fields, entries
 
 
 def triton_form(source: Source) -> Form | Refusal:
@@ -14,7 +13,12 @@ def triton_form(source: Source) -> Form | Refusal:
     model = model_of(source, ("tensorrt", "tensorrt_plan", "model.plan"), ())
     cuda: Fields = ()
     if model.sizes and not any(None in port.row_shape for port in model.inputs):
-        specs = tuple(("graph_spec", _graph_spec(model.inputs, size)) for size in model.sizes)
+        shapes = {
+            port.name: tuple(("dim", length) for length in port.row_shape if length is not None)
+            for port in model.inputs
+        }
+        inputs = entries("input", shapes)
+        specs = (("graph_spec", (("batch_size", size), *inputs)) for size in model.sizes)
         cuda = (("cuda", (("graphs", True), *specs)),)
     remarks = [
         f"needs TensorRT {source.entry.version} and a GPU of {source.entry.architecture}: pick the release "
@@ -23,11 +27,3 @@ def triton_form(source: Source) -> Form | Refusal:
         "`instance_group.profile` names them",
     ]
     return Form(replace(model, optimization=cuda), tuple(remarks))
-
-
-def _graph_spec(inputs: Sequence[Port], size: int) -> Fields:
-    shapes = {
-        port.name: tuple(("dim", length) for length in port.row_shape if length is not None)
-        for port in inputs
-    }
-    return (("batch_size", size), *entries("input", shapes))

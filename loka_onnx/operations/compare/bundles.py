@@ -62,9 +62,7 @@ class BundleFacts:
 def diff_bundles(a: Path, b: Path) -> Difference:
     """Verify two bundles, each a directory or a single file, and compare them.
 
-    Raises:
-        BundleInvalid: One of them does not verify.
-        UserError: The plans of one are of another version.
+    Raises BundleInvalid where one does not verify, UserError where its plans are of another version.
     """
     with ExitStack() as stack:
         before, after = (_read(path, stack) for path in (a, b))
@@ -75,10 +73,15 @@ def difference_of(a: BundleFacts, b: BundleFacts, path_a: str = "A", path_b: str
     """The difference of the facts of two bundles."""
     pairs, sites = _plan_differences(a, b)
     signatures = leaves(list(a.signed_with), list(b.signed_with), ("signed with",))
+    # Everything of plans but their sites.
+    ours, theirs = (
+        serde.to_plain(replace(s.plans, plans=tuple(replace(plan, decisions=()) for plan in s.plans.plans)))
+        for s in (a, b)
+    )
     changes = dict.fromkeys(
         (
             *_manifest_changes(a.manifest, b.manifest),
-            *(("plans", change) for change in _plan_changes(a.plans, b.plans)),
+            *(("plans", change) for change in leaves(ours, theirs, ())),
             *(("sites", change) for change in sites),
             *(("signature", change) for change in signatures),
         )
@@ -125,9 +128,6 @@ def _side(name: str, facts: BundleFacts, path: str) -> Side:
     size = f"{len(manifest.files)} files, {manifest.total_bytes:,} bytes"
     engines = f"{len(manifest.engines)} engines beside the fallback"
     return Side(name, path, manifest.model_digest, (f"{manifest.created_by}, {engines}, {size}", *signed))
-
-
-# Manifests ----------------------------------------------------------------------------------------
 
 
 def _manifest_changes(a: Manifest, b: Manifest) -> Iterator[_Change]:
@@ -190,18 +190,6 @@ def _result(record: OutputEvaluation | Latency) -> str:
     change = record.difference.judged
     ends = f"[{100 * change.lower:+.4f} %, {100 * change.upper:+.4f} %]"
     return f"{record.difference.judged_name} {100 * change.value:+.4f} % {ends}, {record.verdict}"
-
-
-# Plans --------------------------------------------------------------------------------------------
-
-
-def _plan_changes(a: PlanSet, b: PlanSet) -> Iterator[Row]:
-    """Everything of plans but their sites."""
-    ours, theirs = (
-        serde.to_plain(replace(plans, plans=tuple(replace(plan, decisions=()) for plan in plans.plans)))
-        for plans in (a, b)
-    )
-    yield from leaves(ours, theirs, ())
 
 
 def _plan_differences(a: BundleFacts, b: BundleFacts) -> tuple[tuple[Row, ...], list[Row]]:
@@ -284,8 +272,6 @@ def _scale_ratios(a: Decision, b: Decision) -> Iterator[tuple[float, str]]:
             if x != y and x > 0.0 and y > 0.0:
                 yield y / x, f"{a.site}, weight channel {channel}"
 
-
-# Values -------------------------------------------------------------------------------------------
 
 _NAMES = ("id", "name", "path", "site", "stage", "output", "batch", "node", "target", "engine")
 """Fields that tell the elements of a list apart, the first one that does."""

@@ -131,9 +131,6 @@ def compare(
     )
 
 
-# Which engines answer -----------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class _Pair:
     """An engine of each side, and the requests that both answer: `least` to `most` rows."""
@@ -182,9 +179,6 @@ def _batches(a: Side, b: Side, wanted: Sequence[int]) -> tuple[int, ...]:
     known = sorted(size for size in set(wanted) or {*a.timed_at, *b.timed_at} if least <= size <= most)
     usual = [size for size in BatchConfig().serve if least <= size <= most]
     return tuple(known or usual or [most])
-
-
-# Accuracy -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -346,9 +340,6 @@ def _output_rows(
         verdict, tone = told("{}{}", judged, item.status), BUDGET_TONES[item.status]
         what = f"{name}{slice_name(item)}, {numbers.count(item.rows)} rows"
         yield row(what, verdict=verdict, tone=tone, note=item.reason)
-
-
-# Latency ------------------------------------------------------------------------------------------
 
 
 def _time(

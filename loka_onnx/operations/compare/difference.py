@@ -134,9 +134,6 @@ def _value(text: str | None) -> Value | None:
     return Value(str(text), tuple(float(figure.value) for figure in figures if figure.value is not None))
 
 
-# Terminal -----------------------------------------------------------------------------------------
-
-
 def print_difference(out: Console, difference: Difference, *, screen: bool = False) -> None:
     """Print a difference, all of it or as many rows of each section as fit on a screen."""
     # soft_wrap: a path or id that is cut at the margin cannot be copied.
@@ -191,9 +188,6 @@ def _line(item: Row, *, is_cut: bool) -> Text:
     line = Text.assemble(f"  {mark}{item.what}", ": " if sides or verdict else "", sides)
     line.append(("  " if sides and verdict else "") + verdict, _STYLES[item.tone])
     return line.append(f"; {item.note}") if item.note else line
-
-
-# Files --------------------------------------------------------------------------------------------
 
 
 def write_difference(difference: Difference, directory: Path) -> tuple[Path, ...]:

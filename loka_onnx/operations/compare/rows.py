@@ -150,16 +150,11 @@ def open_rows(a: Side, b: Side, data: Path, options: RowOptions) -> JudgedRows:
     if run is not None:
         source = f"of the run {run.parent}{', and as asked for' if named else ''}"
     together = f"rows of one '{group}' belong together" if group else "independent rows"
-    basis = (
-        f"{numbers.count(dataset.rows)} rows of {dataset.name} (sha256 {dataset.rows_digest}), {together}; "
-        f"columns {source}"
-    )
+    count = f"{numbers.count(dataset.rows)} rows of {dataset.name} (sha256 {dataset.rows_digest})"
+    basis = f"{count}, {together}; columns {source}"
     return JudgedRows(
         dataset, tuple(specs), unjudged, unanswered, group, slices, budget_source, basis, tuple(notes)
     )
-
-
-# Outputs ------------------------------------------------------------------------------------------
 
 
 def _requested(a: Side, b: Side, options: RowOptions) -> tuple[list[Fields], str]:
@@ -237,9 +232,6 @@ def _name(found: Sequence[str], output: str, option: str) -> str:
     )
 
 
-# Rows ---------------------------------------------------------------------------------------------
-
-
 def _columns(specs: Iterable[OutputSpec], group: str | None, slices: Iterable[str]) -> tuple[str, ...]:
     named = [column for spec in specs for column in (spec.label, spec.weight)]
     return tuple(dict.fromkeys(column for column in (*named, group, *slices) if column is not None))
@@ -277,9 +269,6 @@ def _table_bounds(model: Path) -> dict[str, tuple[range | None, ...]]:
     return id_bounds(GraphModel.load(model))
 
 
-# The run ------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class _Recorded:
     """Columns that a run recorded."""
@@ -297,17 +286,14 @@ class _Config:
 
 def _recorded(sides: Sequence[Side], run: Path | None) -> tuple[_Recorded, Path | None]:
     """Columns of the run that wrote a side, and its record."""
-    if run is not None:
-        if not (run / RECORD).is_file():
-            raise ConfigError(
-                "E1609 there is no run directory",
-                where=f"--run {run}",
-                evidence=f"it has no {RECORD}",
-                remedy="name the directory that a run wrote its report and bundle to",
-            )
-        record: Path | None = run / RECORD
-    else:
-        record = next((place for side in sides if (place := _record_of(side)) is not None), None)
+    if run is not None and not (run / RECORD).is_file():
+        raise ConfigError(
+            "E1609 there is no run directory",
+            where=f"--run {run}",
+            evidence=f"it has no {RECORD}",
+            remedy="name the directory that a run wrote its report and bundle to",
+        )
+    record = run / RECORD if run else next(filter(None, map(_record_of, sides)), None)
     if record is None:
         return _Recorded(), None
     remedy = "name the columns with `--inputs`, `--group` and `--slices`"
@@ -324,7 +310,6 @@ def _record_of(side: Side) -> Path | None:
     except UserError:
         # Of another version: its columns can be named, or its directory given, which says what is wrong.
         return None
-    digest = digest_file(side.manifest)
-    files = (item for stage in record.stages for item in stage.files.items())
-    is_listed = any(path.rpartition("/")[2] == MANIFEST_NAME and known == digest for path, known in files)
-    return place if is_listed else None
+    listed = (MANIFEST_NAME, digest_file(side.manifest))
+    files = ((Path(path).name, known) for stage in record.stages for path, known in stage.files.items())
+    return place if listed in files else None

@@ -64,9 +64,6 @@ def is_other_engine(old: ReportData, new: ReportData) -> bool:
     return any(target.change is not Change.SAME for target in _targets(old, new))
 
 
-# Engines ------------------------------------------------------------------------------------------
-
-
 class Change(StrEnum):
     """Change of the engine of a target from the old run to the new one."""
 
@@ -183,9 +180,6 @@ def _properties(side: _Emitted | None) -> dict[str, str]:
     }
 
 
-# Costs --------------------------------------------------------------------------------------------
-
-
 def _costs(old: ReportData, new: ReportData, pair: HardwarePair) -> Iterator[_Finding]:
     """Cost of the emitted engines that answer requests of one size, by output and split."""
     others, is_other_model = other_splits(old, new), old.exported.digest != new.exported.digest
@@ -221,11 +215,10 @@ def _cost(hardware: str, what: str, sides: _Sides, remarks: list[str]) -> _Findi
     else:
         less = new.judged.value - old.judged.value
         decimals = max(map(numbers.interval_decimals, (old.judged, new.judged)))
-        overlap = _overlap(old.judged, new.judged)
+        overlap = _overlap(old.judged, new.judged, remarks)
         verdict = told("{}; {}", number(lambda v: numbers.signed_percent(v, decimals), less), overlap)
         is_worse = is_same_basis and overlap == APART and less > 0.0
         holds = is_same_basis and len({side.budget_status for side in sides if side}) == 1
-        remarks += _other_confidence(old.judged, new.judged)
     status = sides[1].budget_status if sides[1] else ""
     what, tone = f"{hardware} · {what}", BUDGET_TONES.get(status, Tone.PLAIN)
     item = row(what, *map(_judged, sides), verdict=verdict, tone=tone, note="; ".join(remarks))
@@ -243,12 +236,11 @@ def _judged(output: OutputEvaluation | None) -> str | None:
     return told("{}; {}, budget {}; NE {}", judged, output.budget_status, budget, entropy)
 
 
-def _overlap(old: Interval, new: Interval) -> str:
+def _overlap(old: Interval, new: Interval, remarks: list[str]) -> str:
+    """Whether two intervals overlap; another confidence is added to `remarks`."""
+    if not isclose(old.confidence, new.confidence):
+        remarks.append("the intervals are of different confidence")
     return OVERLAP if old.lower <= new.upper and new.lower <= old.upper else APART
-
-
-def _other_confidence(old: Interval, new: Interval) -> list[str]:
-    return [] if isclose(old.confidence, new.confidence) else ["the intervals are of different confidence"]
 
 
 def _levels(old: ReportData, new: ReportData) -> str:
@@ -267,9 +259,6 @@ def _both(old: str | None, new: str | None) -> str:
     if old == new:
         return f"{new}"
     return ", ".join(f"{name} {when}" for name, when in ((old, "then"), (new, "now")) if name is not None)
-
-
-# Latency ------------------------------------------------------------------------------------------
 
 
 def _latencies(old: ReportData, new: ReportData, pair: HardwarePair) -> Iterator[_Finding]:
@@ -336,7 +325,7 @@ def _gains(old: ReportData, new: ReportData) -> Iterator[Row]:
                 continue
             verdict, remarks = "", list[str]()
             if before is not None and after is not None:
-                verdict, remarks = _overlap(before, after), _other_confidence(before, after)
+                verdict = _overlap(before, after, remarks)
             sides = (times_text(times) for times in (before, after))
             yield row(f"{pair.name} · {baseline}", *sides, verdict=verdict, note="; ".join(remarks))
 
@@ -347,9 +336,6 @@ def _gain(data: ReportData, choice: TargetChoice | None, baseline: str) -> Inter
     losers = choice.losers if choice is not None else ()
     gains = [loser.times for loser in losers if loser.times is not None and loser.engine in of_plan]
     return min(gains, key=lambda times: times.value, default=None)
-
-
-# Data and settings --------------------------------------------------------------------------------
 
 
 def other_splits(old: ReportData, new: ReportData) -> frozenset[str]:

@@ -35,18 +35,13 @@ class ReadRun:
 
 
 def read_run(path: Path) -> ReadRun:
-    """Read the report of a run: a run directory, or a report.json.
-
-    Raises:
-        UserError: There is no report, it is no report, or it was written by another version of this package.
-    """
+    """Read the report of a run directory, or a report.json; a UserError if this version cannot read one."""
     file = path / JSON_NAME if path.is_dir() else path
     if not file.is_file():
-        evidence = f"it has no '{JSON_NAME}'" if path.is_dir() else "there is no such file"
         raise UserError(
             "E1610 there is no report of a run",
             where=str(path),
-            evidence=evidence,
+            evidence=f"it has no '{JSON_NAME}'" if path.is_dir() else "there is no such file",
             remedy="name a run directory or a report.json; `loka-onnx report RUN.yaml` writes one",
         )
     try:
@@ -97,26 +92,27 @@ def _refuse_others(file: Path, text: str) -> None:
 
 
 def compare_runs(old: Path, new: Path) -> Difference:
-    """The difference of two runs, each a run directory or a report.json.
+    """The difference of two runs, each as of `read_run`.
 
     Sections are ``engines`` (one row for each target, then its properties), ``cost``, ``latency``, ``gain``,
     ``sites``, ``plans``, ``rewrites``, ``data``, ``versions`` and ``settings``.
-
-    Raises:
-        UserError: There is no report, it is no report, or it was written by another version of this package.
     """
     before, after = read_run(old), read_run(new)
     sections = list(run_rows.sections(before.data, after.data))
     if before.record is not None and after.record is not None:
         configs = (_flat(record.config, _NO_SETTINGS) for record in (before.record, after.record))
         sections.append(run_rows.entries("settings", "Settings that differ", *configs))
+    synthetic = [name for name, run in (("old", before), ("new", after)) if run.data.is_synthetic]
+    generated = "both runs" if len(synthetic) == 2 else f"the {''.join(synthetic)} run"
     return Difference(
         f"{before.data.title} against {after.data.title}: two runs",
         _side("old", before),
         _side("new", after),
         tuple(section for section in sections if section.rows),
         is_different=run_rows.is_other_engine(before.data, after.data),
-        banner=_banner(before.data, after.data),
+        banner=f"SYNTHETIC DATA: numbers of {generated} were measured on generated rows, not on yours"
+        if synthetic
+        else "",
         notes=tuple(_notes(before, after)),
     )
 
@@ -141,14 +137,6 @@ def _side(name: str, run: ReadRun) -> Side:
         f"sites; {len(run.data.engines)} engines were candidates",
     )
     return Side(name, run.path, run.data.exported.digest, facts)
-
-
-def _banner(old: ReportData, new: ReportData) -> str:
-    synthetic = [name for name, data in (("old", old), ("new", new)) if data.is_synthetic]
-    if not synthetic:
-        return ""
-    runs = "both runs" if len(synthetic) == 2 else f"the {synthetic[0]} run"
-    return f"SYNTHETIC DATA: numbers of {runs} were measured on generated rows, not on yours"
 
 
 def _notes(old: ReadRun, new: ReadRun) -> Iterator[str]:

@@ -12,6 +12,7 @@ import onnx
 
 from loka_onnx.bundle.format.archive import as_directory
 from loka_onnx.bundle.format.files import read_manifest
+from loka_onnx.bundle.inspection import layout
 from loka_onnx.core.artifact import OutputSpec, TensorSpec
 from loka_onnx.core.devices import CPU
 from loka_onnx.core.manifest import MANIFEST_NAME, EngineEntry, Manifest
@@ -160,14 +161,14 @@ def refuse_different_requests(a: Side, b: Side) -> None:
         mine, other = ({spec.name: spec for spec in specs} for specs in (ours, theirs))
         for name in sorted({*mine, *other}):
             before, after = mine.get(name), other.get(name)
-            if before is not None and after is not None and _fits(before, after):
-                continue
-            raise ConfigError(
-                f"E1615 A and B do not have the same {what}s, so no request can be put to both",
-                where=f"{what} '{name}'",
-                evidence=f"A ('{a.path}') has {_layout(before)}, B ('{b.path}') has {_layout(after)}",
-                remedy="compare deployments of models that take and give the same tensors",
-            )
+            if before is None or after is None or not _fits(before, after):
+                has_a, has_b = ("none" if spec is None else layout(spec) for spec in (before, after))
+                raise ConfigError(
+                    f"E1615 A and B do not have the same {what}s, so no request can be put to both",
+                    where=f"{what} '{name}'",
+                    evidence=f"A ('{a.path}') has {has_a}, B ('{b.path}') has {has_b}",
+                    remedy="compare deployments of models that take and give the same tensors",
+                )
 
 
 def _fits(one: TensorSpec, other: TensorSpec) -> bool:
@@ -176,12 +177,6 @@ def _fits(one: TensorSpec, other: TensorSpec) -> bool:
         and len(one.shape) == len(other.shape)
         and all(x is None or y is None or x == y for x, y in zip(one.shape, other.shape, strict=True))
     )
-
-
-def _layout(spec: TensorSpec | None) -> str:
-    if spec is None:
-        return "none"
-    return f"{spec.dtype}[{', '.join('?' if size is None else str(size) for size in spec.shape)}]"
 
 
 def _open_bundle(directory: Path, path: Path, name: str, opening: Opening, stack: ExitStack) -> Side:

@@ -257,9 +257,6 @@ def observe_products(
     return tuple(builder.found)
 
 
-# KL ----------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class KlWork(BatchWork[Values]):
     """Runs a batch exact and with each counted site in FP8; labels are not read."""

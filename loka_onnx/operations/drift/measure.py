@@ -58,11 +58,8 @@ def measure_drift(
 ) -> DriftReport:
     """Run live rows under the profile's scales and compare; labels are not read.
 
-    `scratch` is a directory for instrumented models, on the file system of the model.
-
-    Raises:
-        CalibrationError: An activation or an output is not finite.
-        DataError: A row cannot be used.
+    `scratch` is a directory for instrumented models, on the file system of the model. Raises CalibrationError
+    where an activation or an output is not finite, DataError where a row cannot be used.
     """
     options = options or DriftOptions()
     return compare(baseline, measure_live(baseline, data, scratch, options, progress), options)
@@ -70,8 +67,11 @@ def measure_drift(
 
 def compare(baseline: Baseline, live: Live, options: DriftOptions) -> DriftReport:
     """Return the report on live statistics, worst first."""
-    ours = _batches(baseline.ranges)
-    theirs = _batches(live.ranges)
+    # Full batches that every tensor was measured over.
+    ours, theirs = (
+        min((stats.spread.batches for stats in ranges.values()), default=0)
+        for ranges in (baseline.ranges, live.ranges)
+    )
     not_judged = _too_few(baseline, ours, theirs)
     compared = [_compare_tensor(baseline, live, name, is_judged=not not_judged) for name in baseline.ranges]
     tensors, tests = _adjusted(compared)
@@ -97,11 +97,6 @@ def compare(baseline: Baseline, live: Live, options: DriftOptions) -> DriftRepor
         synthetic=baseline.profile.synthetic,
         not_judged=not_judged,
     )
-
-
-def _batches(ranges: Mapping[str, RangeStats]) -> int:
-    """Full batches that every tensor was measured over."""
-    return min((stats.spread.batches for stats in ranges.values()), default=0)
 
 
 def _too_few(baseline: Baseline, ours: int, theirs: int) -> str:
@@ -261,9 +256,6 @@ def _share(stats: ErrorStats) -> float:
     return stats.saturated / stats.activation_count if stats.activation_count else 0.0
 
 
-# Alarms ------------------------------------------------------------------------------------------
-
-
 def _find_alarms(
     tensors: Sequence[TensorDrift],
     sites: Sequence[SiteDrift],
@@ -344,10 +336,10 @@ def _of_columns(tensor: TensorDrift, options: DriftOptions) -> Iterator[Alarm]:
 def _of_site(site: SiteDrift, relevance: Relevance, certainty: float) -> Iterator[Alarm]:
     growth, threshold = site.live_saturated - site.profile_saturated, relevance.saturated_share
     if growth > 0.0 and growth >= threshold:
-        sentence = (
-            f"{site.live_saturated:.3%} of the activation of '{site.site}' are clipped under its FP8 "
-            f"scale, {site.profile_saturated:.3%} in the profile"
+        clipped = (
+            f"{site.live_saturated:.3%} of the activation of '{site.site}' are clipped under its FP8 scale"
         )
+        sentence = f"{clipped}, {site.profile_saturated:.3%} in the profile"
         yield Alarm(site.site, Measure.SATURATION, growth, threshold, certainty, sentence)
 
 
@@ -388,11 +380,7 @@ def _described(shift: Shift, name: str) -> str:
     elif kind == "rms":
         move = f"is {1.0 + shift.effect:.2f} times the profile's"
         what = f"the rms of {name} {move}, {shift.live:.4g} instead of {shift.profile:.4g}"
-    return f"{what}{_certainty(shift)}"
-
-
-def _certainty(shift: Shift) -> str:
-    return f" ({abs(shift.deviation):.0f} standard errors)"
+    return f"{what} ({abs(shift.deviation):.0f} standard errors)"
 
 
 def _share_text(shift: Shift) -> str:
@@ -400,7 +388,8 @@ def _share_text(shift: Shift) -> str:
     if shift.statistic != "zeros":
         octave = int(shift.statistic.removeprefix(_OCTAVE))
         what = f"magnitudes from {2.0**octave:.3g} to {2.0 ** (octave + 1):.3g}"
-    return f"{what}: {shift.live:.2%} instead of {shift.profile:.2%}{_certainty(shift)}"
+    moved = f"{shift.live:.2%} instead of {shift.profile:.2%}"
+    return f"{what}: {moved} ({abs(shift.deviation):.0f} standard errors)"
 
 
 def _column_of(shift: Shift) -> int:

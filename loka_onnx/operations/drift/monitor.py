@@ -89,11 +89,7 @@ class _RowRules:
     bounds: Mapping[str, tuple[range | None, ...]]
 
     def rows_of(self, arrays: Arrays) -> int:
-        """Return the number of rows.
-
-        Raises:
-            DataError: They are not the inputs of the model, or of another shape or type.
-        """
+        """Return the number of rows; a DataError unless they have the model's inputs, shapes and types."""
         names = [spec.name for spec in self.inputs]
         if set(arrays) != set(names):
             raise DataError(
@@ -104,13 +100,19 @@ class _RowRules:
         lengths = set[int]()
         for spec in self.inputs:
             array = arrays[spec.name]
-            shape, wanted = tuple(array.shape), spec.shape[1:]
+            shape, evidence = tuple(array.shape), ""
             if len(shape) != len(spec.shape) or any(
-                d not in (None, n) for d, n in zip(wanted, shape[1:], strict=True)
+                d not in (None, n) for d, n in zip(spec.shape[1:], shape[1:], strict=True)
             ):
-                raise self._wrong(spec, f"its shape is {shape}")
-            if not np.can_cast(array.dtype, np.dtype(spec.dtype), "same_kind"):
-                raise self._wrong(spec, f"its type is {array.dtype}")
+                evidence = f"its shape is {shape}"
+            elif not np.can_cast(array.dtype, np.dtype(spec.dtype), "same_kind"):
+                evidence = f"its type is {array.dtype}"
+            if evidence:
+                raise DataError(
+                    f"E1622 what was fed to input '{spec.name}' does not fit",
+                    evidence=f"{evidence}; the model takes {spec.dtype} of shape {spec.shape}",
+                    remedy="feed what the model is fed",
+                )
             lengths.add(shape[0])
         if len(lengths) != 1:
             raise DataError(
@@ -137,14 +139,6 @@ class _RowRules:
                     ids = array if array.ndim == 1 else array[:, column]
                     usable &= (ids >= allowed.start) & (ids < allowed.stop)
         return usable
-
-    @staticmethod
-    def _wrong(spec: TensorSpec, evidence: str) -> DataError:
-        return DataError(
-            f"E1622 what was fed to input '{spec.name}' does not fit",
-            evidence=f"{evidence}; the model takes {spec.dtype} of shape {spec.shape}",
-            remedy="feed what the model is fed",
-        )
 
 
 class _BatchBuilder:
@@ -177,9 +171,6 @@ class Monitor:
         baseline: Model and profile (`loka_onnx.open_run(…).baseline`).
         scratch: Directory for instrumented models, on the file system of the model; a temporary one for
             None. Tables are mapped from there as long as the monitor is open.
-
-    Raises:
-        UserError: The model cannot be loaded.
     """
 
     def __init__(
@@ -210,8 +201,6 @@ class Monitor:
         self._state = threading.Lock()
         self._tally = Tally()
         self._blocks: deque[Live] = deque(maxlen=BLOCKS)
-
-    # Serving path --------------------------------------------------------------------------------
 
     def feed(self, inputs: Mapping[str, Any]) -> None:
         """Sample these rows of the model's inputs (copied, the rows on axis 0); a thread measures them later.
@@ -257,8 +246,6 @@ class Monitor:
             with self._state:
                 self._tally.dropped += self.batch_rows
 
-    # Worker --------------------------------------------------------------------------------------
-
     def _work(self) -> None:
         while (batch := self._waiting.get()) is not None:
             try:
@@ -295,8 +282,6 @@ class Monitor:
         self._watch = RangeWatch(self._range_observers, self.baseline.ranges, self.batch_rows)
         self._errors, self._in_block = ErrorTotals(self._error_observers), 0
 
-    # Reading -------------------------------------------------------------------------------------
-
     def tally(self) -> Tally:
         """Return a copy of the counts since the monitor was made."""
         return self._look()[0]
@@ -306,11 +291,7 @@ class Monitor:
         return self._compared(self._look()[1])
 
     def text(self) -> str:
-        """Return all metrics in the text format of Prometheus.
-
-        Raises:
-            MissingPackage: `prometheus_client` is not installed.
-        """
+        """Return all metrics in the text format of Prometheus; see `exposition`."""
         tally, blocks = self._look()
         model, profile = self.baseline.model.digest, self.baseline.profile.data_digest
         labels = {"model_digest": model, "profile_digest": profile}
@@ -330,8 +311,6 @@ class Monitor:
 
     def _compared(self, blocks: list[Live]) -> DriftReport | None:
         return compare(self.baseline, reduce(Live.merge, blocks), self.options.drift) if blocks else None
-
-    # Life ----------------------------------------------------------------------------------------
 
     def flush(self, timeout_seconds: float | None = None) -> bool:
         """Wait until every full batch is measured; False after the timeout."""

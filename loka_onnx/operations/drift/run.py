@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from loka_onnx.core.plan import PlanSet, PrecisionPlan
 from loka_onnx.core.profile import Profile
 from loka_onnx.core.progress import Progress, silent
 from loka_onnx.core.refinement import read_refined
-from loka_onnx.data import Dataset, InputBinding, open_dataset
+from loka_onnx.data import InputBinding, open_dataset
 from loka_onnx.errors import ConfigError, ModelError, UserError
 from loka_onnx.graph.id_bounds import id_bounds
 from loka_onnx.graph.model import GraphModel
@@ -48,29 +47,14 @@ class OpenedRun:
     baseline: Baseline
     bindings: tuple[InputBinding, ...]
 
-    def open_data(self, path: str | Path) -> Dataset:
-        """Open live rows: the model's inputs, and weights where the outputs have them; no labels.
-
-        Raises:
-            DataError: The file is missing, or lacks a column.
-        """
-        weights = [spec.weight for spec in self.baseline.outputs if spec.weight is not None]
-        return open_dataset(path, self.bindings, tuple(dict.fromkeys(weights)))
-
     @property
     def scratch_parent(self) -> Path | None:
-        """Parent of scratch directories: beside the model, if that can be written, else None.
+        """Parent of directories for instrumented models: beside the model, if that can be written, else None.
 
         There, embedding tables are linked and not copied.
         """
         beside = self.baseline.model.path.parent
         return beside if os.access(beside, os.W_OK) else None
-
-    @contextmanager
-    def scratch(self) -> Iterator[Path]:
-        """Make a directory for instrumented models, and remove it afterwards."""
-        with tempfile.TemporaryDirectory(dir=self.scratch_parent, prefix=".drift-") as path:
-            yield Path(path)
 
 
 def open_run(profile: str | Path, run: str | Path | None = None, plan: str | None = None) -> OpenedRun:
@@ -133,9 +117,10 @@ def check_drift(
         DataError: A row or a column cannot be used.
         CalibrationError: An activation or an output is not finite.
     """
-    live = run.open_data(data)
-    with run.scratch() as scratch:
-        return measure_drift(run.baseline, live, scratch, options, progress)
+    weights = [spec.weight for spec in run.baseline.outputs if spec.weight is not None]
+    live = open_dataset(data, run.bindings, tuple(dict.fromkeys(weights)))
+    with tempfile.TemporaryDirectory(dir=run.scratch_parent, prefix=".drift-") as scratch:
+        return measure_drift(run.baseline, live, Path(scratch), options, progress)
 
 
 def open_monitor(

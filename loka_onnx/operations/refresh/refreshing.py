@@ -28,12 +28,7 @@ from loka_onnx.errors import BudgetMissed, ConfigError, ModelError
 from loka_onnx.graph.structure import differences
 from loka_onnx.numerics.intervals import CONFIDENCE
 from loka_onnx.operations.refresh.earlier import EarlierRun
-from loka_onnx.operations.refresh.replanning import (
-    output_moves,
-    replan,
-    site_moves,
-    unproven_reason,
-)
+from loka_onnx.operations.refresh.replanning import output_moves, replan, site_moves, unproven_reason
 from loka_onnx.pipeline.accepting import accept, export_model
 from loka_onnx.pipeline.candidates import build_engines
 from loka_onnx.pipeline.context import Context, RunSettings
@@ -238,7 +233,8 @@ class _Attempt:
             accepted = accept(self.settings, goes_on=False)
         context = self.context = accepted.context
         with directory.watched("compare"):
-            _compare(before.exported, context.exported)
+            if changed := differences(before.exported.path, context.exported.path):
+                raise _Outdated(f"the structure of the model differs: {'; '.join(changed)}", ModelError)
         modified = split_high_error(context, modify(context), before.high_error_channels)
         _compare_sites(before.modified, modified.model)
         judging = Judging(context, cut_model(context, modified.model))
@@ -264,12 +260,6 @@ class _Attempt:
         report = write_report(judging, results, choice, (*accepted.notes, *notes_of(judging), before.note))
         bundle = emit_bundle(judging, results, choice, report.files)
         return RunResult(directory.path, choice, report.data, report.files, bundle)
-
-
-def _compare(before: ModelArtifact, now: ModelArtifact) -> None:
-    changes = differences(before.path, now.path)
-    if changes:
-        raise _Outdated(f"the structure of the model differs: {'; '.join(changes)}", ModelError)
 
 
 def _compare_sites(before: ModelArtifact, modified: ModelArtifact) -> None:

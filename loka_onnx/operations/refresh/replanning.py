@@ -25,13 +25,9 @@ CERTIFICATION = "certification"
 def replan(
     plan: PrecisionPlan, model: ModelArtifact, profile: Profile, outputs: Sequence[OutputSpec]
 ) -> PrecisionPlan:
-    """A plan with the scales and the predicted KL of a profile.
+    """A plan with the scales and the predicted KL of a profile; a PlanningError where that lacks some.
 
-    Args:
-        model: The retrained model after mods, with the sites that the plan decides.
-
-    Raises:
-        PlanningError: The profile lacks a scale or a site.
+    `model` is the retrained model after mods, with the sites that the plan decides.
     """
     graph = GraphModel.load(model.path)
     sites = {site.name: site for site in model.sites}
@@ -76,9 +72,6 @@ def unproven_reason(
                     "fp16 does not hold"
                 )
     return ""
-
-
-# Changes ----------------------------------------------------------------------------------------
 
 
 def site_moves(before: EarlierRun, profile: Profile, plans: PlanSet) -> tuple[SiteMove, ...]:

@@ -1,7 +1,6 @@
 """Documents, settings and compiled programs beside an engine: all are shipped, and vouched for."""
 
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,28 +12,14 @@ from loka_onnx import runtime
 from loka_onnx.bundle.format.files import verify_bundle
 from loka_onnx.bundle.writer import BundleContents, write_bundle
 from loka_onnx.core import serde
-from loka_onnx.engines.migraphx.session import (
-    MigraphxEngine,
-    ProgramFile,
-    ProgramInput,
-    ProgramOutput,
-    programs_beside,
-)
-from loka_onnx.engines.onnxruntime.io_binding_settings import (
-    PROGRAMS,
-    SETTINGS_FILE,
-    IoBindingSettings,
-    settings_beside,
-)
+from loka_onnx.engines.migraphx.session import MigraphxEngine, ProgramFile, ProgramInput, ProgramOutput
+from loka_onnx.engines.onnxruntime.io_binding_settings import PROGRAMS, SETTINGS_FILE, IoBindingSettings
 from loka_onnx.errors import BundleError, BundleInvalid
+from loka_onnx.sessions.backends import get_spec
 
-BESIDE: dict[str, tuple[str, Callable[[Path], tuple[str, ...]], tuple[str, ...]]] = {
-    "migraphx": ("gfx942", programs_beside, ("rows-8.mxr", "rows-64.mxr")),
-    "onnxruntime_tensorrt": (
-        "sm90",
-        settings_beside,
-        (SETTINGS_FILE, f"{PROGRAMS}/a.engine", f"{PROGRAMS}/b/c.profile"),
-    ),
+BESIDE = {
+    "migraphx": ("gfx942", ("rows-8.mxr", "rows-64.mxr")),
+    "onnxruntime_tensorrt": ("sm90", (SETTINGS_FILE, f"{PROGRAMS}/a.engine", f"{PROGRAMS}/b/c.profile")),
 }
 
 
@@ -46,7 +31,7 @@ def backend(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def contents(tmp_path: Path, backend: str) -> BundleContents:
     run = make_run(tmp_path / "run")
-    architecture, _, beside = BESIDE[backend]
+    architecture, beside = BESIDE[backend]
     files = {name: name.encode() for name in beside}
     if backend == "migraphx":
         programs = (ProgramFile(8, beside[0]), ProgramFile(64, beside[1]))
@@ -63,8 +48,8 @@ def contents(tmp_path: Path, backend: str) -> BundleContents:
 def test_they_are_shipped_and_verified(contents, backend, tmp_path):
     bundle = write_bundle(contents, tmp_path / "bundle")
     (entry,) = verify_bundle(bundle).engines
-    _, beside_of, beside = BESIDE[backend]
-    assert beside_of(bundle / entry.path) == beside
+    beside = BESIDE[backend][1]
+    assert get_spec(backend).files_beside(bundle / entry.path) == beside
     last = (bundle / entry.path).parent / beside[-1]
     assert last.read_bytes() == beside[-1].encode()
     last.write_bytes(last.read_bytes()[::-1])
@@ -73,7 +58,7 @@ def test_they_are_shipped_and_verified(contents, backend, tmp_path):
 
 
 def test_one_that_was_altered_since_the_build_is_not_shipped(contents, backend, tmp_path):
-    (contents.root / "engines/e" / BESIDE[backend][2][-1]).write_bytes(b"other")
+    (contents.root / "engines/e" / BESIDE[backend][1][-1]).write_bytes(b"other")
     with pytest.raises(BundleError, match="altered since it was built"):
         write_bundle(contents, tmp_path / "bundle")
 
@@ -88,7 +73,8 @@ def test_somebody_has_to_vouch_for_programs(contents, backend, tmp_path, monkeyp
 
 
 def test_other_files_have_nothing_beside_them(tmp_path):
-    assert programs_beside(tmp_path / "engine.trt") == ()
-    assert settings_beside(tmp_path / "engine.onnx") == ()
+    (programs, settings) = (get_spec(name).files_beside for name in BESIDE)
+    assert programs(tmp_path / "engine.trt") == ()
+    assert settings(tmp_path / "engine.onnx") == ()
     (tmp_path / SETTINGS_FILE).write_text("{}", encoding="utf-8")
-    assert settings_beside(tmp_path / "engine.trt") == ()
+    assert settings(tmp_path / "engine.trt") == ()

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import fsspec
 import pytest
-import typer
 from altered import read, tree, with_files
 from typer.testing import CliRunner
 
@@ -21,7 +20,7 @@ from loka_onnx.bundle.registry import (
 )
 from loka_onnx.bundle.registry.store import Store
 from loka_onnx.bundle.signing import sign_bundle, write_key_pair
-from loka_onnx.cli.bundle_registry import add_registry_verbs
+from loka_onnx.cli.bundle import bundle as app
 from loka_onnx.core.digests import digest_file
 from loka_onnx.errors import (
     BundleError,
@@ -327,10 +326,6 @@ def test_without_fsspec_it_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "fsspec.core", None)
     with pytest.raises(MissingPackage, match=r"pip install 'loka-onnx\[registry\]'"):
         resolve(f"{tmp_path}#prod")
-
-
-app = typer.Typer()
-add_registry_verbs(app)
 
 
 def run(*arguments: object) -> str:

@@ -9,13 +9,7 @@ import onnx
 import pytest
 from small_models import LOGIT, SHARED, TWO_SITES, W1, artifact_of, columns_of, data_of, dataset_of
 
-from loka_onnx.calibration.calibrate import (
-    ProbeOptions,
-    ProfiledModel,
-    calibrate,
-    measured_recipes,
-    update,
-)
+from loka_onnx.calibration.calibrate import ProbeOptions, ProfiledModel, calibrate, measured_recipes, update
 from loka_onnx.config import ScaleRule
 from loka_onnx.core import serde
 from loka_onnx.core.artifact import OutputKind, OutputSpec

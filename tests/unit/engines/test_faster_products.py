@@ -90,8 +90,8 @@ def test_what_is_written_in_fp32_has_no_rounded_activation(model: Model, product
         q = np.clip(np.rint(np.float32(values) / SCALE) + zero, 0, 255) - zero
         return np.asarray(q * np.float64(SCALE))
 
-    weights = {name: reader.constant(f"q{name}") * np.float64(reader.constant(f"s{name}")) for name in "13"}
-    of_next = reader.constant("q2").T * np.float64(reader.constant("s2"))
+    weights = {name: reader.values(f"q{name}") * np.float64(reader.values(f"s{name}")) for name in "13"}
+    of_next = reader.values("q2").T * np.float64(reader.values("s2"))
     hidden = np.maximum(rounded(given["x"], "wide", 128) @ weights["1"] + constants["b1"], 0)
     want = {
         "y": rounded(hidden, "next", 0) @ of_next,

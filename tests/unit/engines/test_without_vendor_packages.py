@@ -7,15 +7,17 @@ import sys
 
 import pytest
 
-from loka_onnx.engines.registry import all_backends
+from loka_onnx.core.backends import backend_names
+from loka_onnx.engines.registry import get_backend
 from loka_onnx.errors import EngineError
 from loka_onnx.sessions import cuda
 
 PROBE = """
 import sys
 sys.modules.update(dict.fromkeys(["onnxruntime", "tensorrt_rtx", "tensorrt", "torch", "migraphx"]))
-from loka_onnx.engines.registry import all_backends
-for backend in all_backends():
+from loka_onnx.core.backends import backend_names
+from loka_onnx.engines.registry import get_backend
+for backend in map(get_backend, backend_names()):
     a = backend.availability()
     assert not (a.installed or a.can_build or a.can_run), a
     print(backend.name, "|", a.reason, "|", a.remedy)
@@ -39,7 +41,7 @@ def test_availability_names_the_package_to_install() -> None:
 
 
 def test_availability_is_complete() -> None:
-    for backend in all_backends():
+    for backend in map(get_backend, backend_names()):
         availability = backend.availability()
         assert (availability.reason == "") == (availability.can_build and availability.can_run)
 

@@ -20,13 +20,7 @@ from loka_onnx.evaluation.latency import (
 )
 from loka_onnx.sessions.runner import Resident, Runner
 
-
-@pytest.fixture(autouse=True)
-def what_lives_already_is_not_collected():
-    """Each measurement collects garbage first, and whatever the tests before have left is not its own."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
+pytestmark = pytest.mark.usefixtures("what_lives_already_is_not_collected")
 
 
 class Machine:

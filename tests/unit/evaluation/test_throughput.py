@@ -28,11 +28,7 @@ from loka_onnx.evaluation.throughput import (
 INPUTS = ({"x": np.zeros(1)},)
 
 
-@pytest.fixture(autouse=True)
-def what_lives_already_is_not_collected():
-    gc.freeze()
-    yield
-    gc.unfreeze()
+pytestmark = pytest.mark.usefixtures("what_lives_already_is_not_collected")
 
 
 def load(rate: float, count: int, seconds, streams: int = 1, seed: int = 1) -> Answers:

@@ -12,13 +12,14 @@ import pytest
 from small_configs import config_of
 
 from loka_onnx.core import installation
+from loka_onnx.core.backends import backend_names
 from loka_onnx.core.correction import CorrectionSet
 from loka_onnx.core.engine import EngineSet
 from loka_onnx.core.installation import versions_of
 from loka_onnx.core.plan import PlanSet
 from loka_onnx.core.rewrite import RewriteLogs
 from loka_onnx.engines.migraphx import api as migraphx_api
-from loka_onnx.engines.registry import all_backends, get_backend
+from loka_onnx.engines.registry import get_backend
 from loka_onnx.pipeline import candidates
 from loka_onnx.pipeline.candidates import Built, EngineBuilder, build_engines
 from loka_onnx.pipeline.context import Context
@@ -54,7 +55,7 @@ def test_a_distribution_is_found_by_the_module_that_it_provides(install, name):
     assert versions_of(["tensorrt"]) == {name.lower().replace("_", "-"): "10.16.1"}
 
 
-@pytest.mark.parametrize("name", [backend.name for backend in all_backends()])
+@pytest.mark.parametrize("name", backend_names())
 def test_every_backend_notices_its_library_under_any_name(install, name):
     backend = get_backend(name)
     assert backend.spec.modules

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import gc
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -29,13 +28,7 @@ from loka_onnx.sessions import host_devices
 from loka_onnx.sessions.cuda import CudaDevice
 from loka_onnx.sessions.runner import Arrays, Resident, Runner
 
-
-@pytest.fixture(autouse=True)
-def what_lives_already_is_not_collected() -> Iterator[None]:
-    """Each measurement collects garbage first, and whatever the tests before have left is not its own."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
+pytestmark = pytest.mark.usefixtures("what_lives_already_is_not_collected")
 
 
 class Adding(Runner):

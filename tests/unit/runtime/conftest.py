@@ -1,18 +1,14 @@
-"""Makes `sample_run` importable, and builds one run and its bundle for all tests."""
+"""The manifest of the bundle of all tests, and what ONNX Runtime opens and runs of it."""
 
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-sys.path.extend(str(Path(__file__).parents[1] / name) for name in ("report", "bundle", "sessions"))
-
-from sample_run import SampleRun, make_run
+sys.path.extend(str(Path(__file__).parents[1] / name) for name in ("bundle", "sessions"))
 
 from loka_onnx.bundle.format.files import verify_bundle
-from loka_onnx.bundle.writer import write_bundle
 from loka_onnx.core.manifest import Manifest
 from loka_onnx.sessions import onnx_session
 from loka_onnx.sessions.onnx_session import OnnxSession
@@ -20,24 +16,8 @@ from loka_onnx.sessions.runner import Arrays
 
 
 @pytest.fixture(scope="session")
-def sample(tmp_path_factory: pytest.TempPathFactory) -> SampleRun:
-    return make_run(tmp_path_factory.mktemp("run") / "run")
-
-
-@pytest.fixture(scope="session")
-def original(sample: SampleRun, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A bundle that no test changes."""
-    return write_bundle(sample.contents, tmp_path_factory.mktemp("original") / "bundle")
-
-
-@pytest.fixture(scope="session")
 def manifest(original: Path) -> Manifest:
     return verify_bundle(original)
-
-
-@pytest.fixture
-def bundle(original: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(original, tmp_path / "bundle"))
 
 
 class Sessions:

@@ -23,12 +23,7 @@ from loka_onnx.core.recipe import PER_TENSOR, Recipe  # noqa: E402
 from loka_onnx.core.site import Operand, Site, SiteKind  # noqa: E402
 from loka_onnx.engines.inductor import backend as backend_module  # noqa: E402
 from loka_onnx.engines.inductor import kernels  # noqa: E402
-from loka_onnx.engines.inductor.backend import (  # noqa: E402
-    Compilers,
-    InductorBackend,
-    Settings,
-    compile_workers,
-)
+from loka_onnx.engines.inductor.backend import Compilers, InductorBackend, Settings, compile_workers  # noqa: E402
 from loka_onnx.engines.inductor.choosing import TILES  # noqa: E402
 from loka_onnx.engines.inductor.compile import (  # noqa: E402
     batch_programs,

@@ -15,11 +15,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from loka_onnx.engines.inductor.choosing import SPLIT_TILES, TILES  # noqa: E402
-from loka_onnx.engines.inductor.kernels import (  # noqa: E402
-    triton_attention,
-    triton_concats,
-    triton_product,
-)
+from loka_onnx.engines.inductor.kernels import triton_attention, triton_concats, triton_product  # noqa: E402
 from loka_onnx.engines.inductor.lowering.strategies import Tile  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")]

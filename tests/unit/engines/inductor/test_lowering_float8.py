@@ -12,15 +12,7 @@ import onnx
 import pytest
 
 torch = pytest.importorskip("torch", reason="needs torch")
-from lowering_models import (  # noqa: E402
-    Array,
-    Case,
-    Fixed,
-    exported,
-    lowered,
-    reference,
-    run,
-)
+from lowering_models import Array, Case, Fixed, exported, lowered, reference, run  # noqa: E402
 from onnx_text import parsed  # noqa: E402
 
 from loka_onnx.core.formats import E4M3FN, E5M2, INT8, NumberFormat  # noqa: E402

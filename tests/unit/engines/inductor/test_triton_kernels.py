@@ -21,12 +21,7 @@ pytest.importorskip("triton", reason="needs triton: pip install triton")
 
 from kernel_cases import ENDS, FP8, Draw, Product, heads_of_one_product, interaction, residual, tokens  # noqa: E402
 
-from loka_onnx.engines.inductor.kernels import (  # noqa: E402
-    triton_attention,
-    triton_concats,
-    triton_norms,
-    triton_product,
-)
+from loka_onnx.engines.inductor.kernels import triton_attention, triton_concats, triton_norms, triton_product  # noqa: E402
 
 HALF = torch.float16
 DRAW = Draw(HALF, "cpu")

@@ -17,8 +17,8 @@ from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.formats import E4M3FN, Precision
 from loka_onnx.core.plan import Decision, PrecisionPlan, Verdict
 from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR
+from loka_onnx.engines.draft import GraphDraft
 from loka_onnx.engines.migraphx.dialect import Float8Form, decompose_rms_norms, write_dialect
-from loka_onnx.engines.migraphx.draft import GraphDraft
 from loka_onnx.errors import ModelError
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.graph.sites import find_sites

@@ -14,7 +14,7 @@ from onnx import TensorProto as T
 from onnx import numpy_helper
 from planned_graphs import FN, FNUZ, Array, Planned, evaluate, reread
 
-from loka_onnx.engines.migraphx.draft import GraphDraft
+from loka_onnx.engines.draft import GraphDraft
 from loka_onnx.engines.migraphx.pairs import (
     explicit_zero_points,
     rank_0_scales,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from onnx import numpy_helper
 from planned_graphs import NUMPY, Array, Planned, evaluate
 
 from loka_onnx.core.formats import E4M3FN
-from loka_onnx.engines.migraphx.draft import GraphDraft
+from loka_onnx.engines.draft import GraphDraft
 from loka_onnx.engines.migraphx.products import (
     Product,
     float32_products,
@@ -34,7 +35,7 @@ def under(
     model: onnx.ModelProto, *rules: Callable[[GraphDraft, Sequence[Product]], None]
 ) -> tuple[onnx.ModelProto, tuple[Product, ...]]:
     """The model with its Gemms as products and under further rules, and these products."""
-    draft = GraphDraft(model, Path("nowhere"))
+    draft = GraphDraft(deepcopy(model), Path("nowhere"))
     products = gemm_to_matmul(draft)
     for rule in rules:
         rule(draft, products)

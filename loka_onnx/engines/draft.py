@@ -1,4 +1,4 @@
-"""A planned graph under the dialect's rules: nodes in order, constants by name, small edits."""
+"""An ONNX graph that an engine maker reads or edits: nodes in order, constants by name, small edits."""
 
 from __future__ import annotations
 
@@ -11,22 +11,21 @@ import onnx
 from onnx import helper, numpy_helper
 from onnx.external_data_helper import uses_external_data
 
-from loka_onnx.engines.onnx_operands import LAYOUT_OPS
 from loka_onnx.graph.storage import read_external
 from loka_onnx.sessions.model_files import reads_of
 
 Array = npt.NDArray[Any]
 Node = onnx.NodeProto
+LAYOUT_OPS = frozenset({"Transpose", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Identity"})
+"""Operators that move values without changing them; an optimizer may put one between a DQ and its product."""
 
 
 class GraphDraft:
-    """An editable copy of a model's main graph; `folder` holds its external data."""
+    """A model, which it takes over, with its main graph to edit; `folder` holds its external data."""
 
     def __init__(self, model: onnx.ModelProto, folder: Path) -> None:
-        self._model = onnx.ModelProto()
-        self._model.CopyFrom(model)
-        self._folder = folder
-        graph = self._model.graph
+        self._model, self._folder = model, folder
+        graph = model.graph
         self.nodes: list[Node] = list(graph.node)
         self.constants: dict[str, onnx.TensorProto] = {tensor.name: tensor for tensor in graph.initializer}
         self.outputs = {output.name for output in graph.output}
@@ -63,6 +62,19 @@ class GraphDraft:
         if uses_external_data(tensor):
             read_external(tensor, self._folder)
         return numpy_helper.to_array(tensor)
+
+    def quantized_kind(self, node: Node) -> int:
+        """ONNX type of the values that a Q makes or a DQ reads; UNDEFINED where nothing says it."""
+        is_q = node.op_type == "QuantizeLinear"
+        stated = (*node.input[2:3], *(() if is_q else node.input[:1]))
+        for name in (name for name in stated if name in self.constants):
+            return self.kind(name)
+        if is_q:
+            return int(attribute(node, "output_dtype", onnx.TensorProto.UNDEFINED))
+        quantize = self.behind_layout(node.input[0])
+        if quantize is None or quantize.op_type != "QuantizeLinear":
+            return int(onnx.TensorProto.UNDEFINED)
+        return self.quantized_kind(quantize)
 
     def add_constant(self, name: str, values: Array) -> str:
         """Add an initializer with ``raw_data``, or reuse one of equal name and values; return its name.
@@ -124,6 +136,11 @@ class GraphDraft:
             fresh, number = f"{name}.{number}", number + 1
         self._names.add(fresh)
         return fresh
+
+
+def attribute(node: Node, name: str, default: Any) -> Any:
+    """Value of an attribute, or `default`."""
+    return next((helper.get_attribute_value(a) for a in node.attribute if a.name == name), default)
 
 
 def drop_attributes(node: Node, *names: str) -> None:
