@@ -196,6 +196,8 @@ class _Plan:
 
     def _form(self, entry: EngineEntry) -> Form | Refusal:
         name = self._name(entry)
+        if entry.part is Part.REQUEST:
+            return Refusal("it takes users and candidates apart, and requests to Triton hold plain rows")
         if entry.part is Part.DENSE:
             name += "-dense"
         try:
