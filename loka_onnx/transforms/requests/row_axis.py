@@ -61,11 +61,11 @@ def _tried(model: GraphModel, node: Node, axes: Mapping[int, RowAxis]) -> RowAxi
     whole = {tensor.name: _drawn(tensor, axes.get(at), generator) for at, tensor in named}
     rows = {tensor.name: axes[at] for at, tensor in named if at in axes}
     proto = gs.exporters.onnx_exporter.OnnxExporter.export_node(node)
-    ends = [
+    inputs, outputs = (
         [onnx.helper.make_empty_tensor_value_info(name) for name in names] for names in (whole, proto.output)
-    ]
+    )
     opsets = [onnx.helper.make_opsetid("", model.opset)]
-    graph = onnx.helper.make_graph([proto], "node", *ends)
+    graph = onnx.helper.make_graph([proto], "node", inputs, outputs)
     evaluator = ReferenceEvaluator(onnx.helper.make_model(graph, opset_imports=opsets))
     results = [np.asarray(result) for result in evaluator.run(None, whole)]
     behind: RowAxis | None = None
@@ -94,5 +94,5 @@ def _drawn(tensor: Tensor, rows: RowAxis | None, generator: np.random.Generator)
     dtype = np.dtype(onnx.helper.tensor_dtype_to_np_dtype(element_type(tensor.dtype)))
     if dtype.kind in "iub":
         # Neighbours differ.
-        return (np.indices(shape).sum(axis=0) % _OTHER).astype(dtype)
-    return generator.uniform(0.1, 0.9, shape).astype(dtype)
+        return np.asarray(np.indices(shape).sum(axis=0) % _OTHER, dtype)
+    return np.asarray(generator.uniform(0.1, 0.9, shape), dtype)

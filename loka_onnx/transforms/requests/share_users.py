@@ -54,7 +54,7 @@ def share_users(model: GraphModel, shared: Sequence[str]) -> list[Applied | Decl
         if not tensor.shape or isinstance(tensor.shape[0], int):
             return [Declined("", f"axis 0 of input '{tensor.name}' is not dynamic")]
     sharing = _Sharing(model, {id(t): RowAxis(0) for t in model.inputs if t.name in shared})
-    said = [*sharing.take_apart(), *sharing.gather(shape_of(others[0])[0])]
+    said: list[Applied | Declined] = [*sharing.take_apart(), *sharing.gather(shape_of(others[0])[0])]
     if not any(isinstance(each, Applied) for each in said):
         return [Declined("", f"nothing is computed from {', '.join(shared)} alone")]
     return said
