@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import onnx
-import onnx_graphsurgeon as gs
 from onnx.reference import ReferenceEvaluator
 
 from loka_onnx.graph.model import GraphModel, Node, Tensor, element_type, is_constant, values_of
@@ -60,7 +59,7 @@ def _tried(model: GraphModel, node: Node, axes: Mapping[int, RowAxis]) -> RowAxi
     named = [(at, tensor) for at, tensor in enumerate(node.inputs) if tensor.name]
     whole = {tensor.name: _drawn(tensor, axes.get(at), generator) for at, tensor in named}
     rows = {tensor.name: axes[at] for at, tensor in named if at in axes}
-    proto = gs.exporters.onnx_exporter.OnnxExporter.export_node(node)
+    proto = model.node_proto(node)
     inputs, outputs = (
         [onnx.helper.make_empty_tensor_value_info(name) for name in names] for names in (whole, proto.output)
     )
