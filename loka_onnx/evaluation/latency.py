@@ -25,7 +25,7 @@ import psutil
 from loka_onnx.core.evaluation import InputPlace, Latency
 from loka_onnx.core.progress import collector_paused
 from loka_onnx.errors import StageError
-from loka_onnx.sessions.runner import Runner
+from loka_onnx.sessions.runner import Runner, to_users
 
 Array = npt.NDArray[Any]
 Run = Callable[[Mapping[str, Array]], object]
@@ -51,8 +51,12 @@ def from_host(run: Run) -> Prepare:
     return lambda inputs: Request(partial(run, inputs))
 
 
-def prepared(runner: Runner, place: InputPlace) -> Prepare:
-    """Prepare requests of an engine by the place of their inputs; on the host where it cannot otherwise."""
+def prepared(runner: Runner, place: InputPlace, shared: Sequence[str] = ()) -> Prepare:
+    """Prepare requests of an engine by the place of their inputs, on the host where it cannot otherwise; as
+    users and candidates where it has `shared` inputs.
+    """
+    if shared:
+        return lambda inputs: Request(partial(runner.run, to_users(inputs, shared)))
 
     def resident(inputs: Mapping[str, Array]) -> Request:
         call = runner.resident(inputs)

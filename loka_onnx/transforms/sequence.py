@@ -208,7 +208,7 @@ def _judge(
         after = run()
     except (ModelError, EngineError) as error:
         return _rolled_back(record, f"{error.what}: {error.evidence}"), before
-    changes = {name: _change(mod, name, before, after) for name in before[0]}
+    changes = {name: change(mod.tolerance, name, before, after) for name in before[0]}
     output, (moved, tolerance) = max(changes.items(), key=lambda item: item[1][0] / item[1][1])
     record = replace(record, max_abs=moved, tolerance=tolerance)
     if moved <= tolerance:
@@ -216,7 +216,7 @@ def _judge(
     return _rolled_back(record, f"moved output '{output}' by {moved:.3g}, tolerance {tolerance:.3g}"), before
 
 
-def _change(mod: Mod[Any], name: str, before: Outputs, after: Outputs) -> tuple[float, float]:
+def change(tolerance: float, name: str, before: Outputs, after: Outputs) -> tuple[float, float]:
     """Return the change of one output, and its limit."""
     moved, largest = 0.0, 1.0
     for old, new in zip(before, after, strict=True):
@@ -226,7 +226,7 @@ def _change(mod: Mod[Any], name: str, before: Outputs, after: Outputs) -> tuple[
         moved = max(moved, float(difference.max(initial=0.0)) if np.isfinite(difference).all() else np.inf)
         magnitudes = np.abs(old[name][np.isfinite(old[name])].astype(np.float64))
         largest = max(largest, float(magnitudes.max(initial=0.0)))
-    return moved, mod.tolerance * largest
+    return moved, tolerance * largest
 
 
 def _rolled_back(record: RewriteRecord, evidence: str) -> RewriteRecord:

@@ -40,6 +40,7 @@ from loka_onnx.pipeline.judging import EVALUATE, Judging, today
 from loka_onnx.pipeline.mods import modify, split_high_error
 from loka_onnx.pipeline.probing import Probing
 from loka_onnx.pipeline.run import Reporting, RunOptions, RunResult, recorded, rewrites_of, run
+from loka_onnx.pipeline.sharing import share_features
 from loka_onnx.pipeline.splitting import cut_model
 from loka_onnx.pipeline.versions import library_versions
 
@@ -237,7 +238,9 @@ class _Attempt:
                 raise _Outdated(f"the structure of the model differs: {'; '.join(changed)}", ModelError)
         modified = split_high_error(context, modify(context), before.high_error_channels)
         _compare_sites(before.modified, modified.model)
-        judging = Judging(context, cut_model(context, modified.model))
+        judging = Judging(
+            context, cut_model(context, modified.model), share_features(context, modified.model)
+        )
         profile = Probing(context).refresh(modified.model, measured_recipes(before.profile))
         self.profile = profile
         plans = self.plans = _replanned(context, before, modified.model, profile)
