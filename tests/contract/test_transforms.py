@@ -70,6 +70,7 @@ CASES = {
         {"w": (8, 16), "bias": (8, 1)},
         "float[batch,16,1] x",
     ),
+    "outer-to-mul": Case("[fc] y = Gemm(x, w, b)", {"w": (1, 16), "b": (16,)}, "float[batch,1] x"),
     "split-concat": TAKEN_APART["a_learned_row"],
     "fold-constants": FOLDED["a_transposed_weight"],
     "remove-no-ops": Case("i = Identity(x) [fc] y = MatMul(i, w)", {"w": (8, 8)}),
