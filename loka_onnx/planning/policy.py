@@ -288,7 +288,7 @@ class Planner:
         graph, tensors = GraphModel.load(model.path), self.profile.tensors
         kept = find_places(options.keep, model.sites, (node.name for node in graph.nodes))
         norms = {s.name for s in model.sites if s.kind is SiteKind.NORM}
-        named = {**kept.nodes, **{name: pattern for name, pattern in kept.sites.items() if name in norms}}
+        named = {**kept.nodes, **{name: why for name, why in kept.sites.items() if name in norms}}
         bases = Bases(graph, tensors, options.protect, named)
         base = bases.chosen(()) if tensors else bases.fixed(Precision.BF16)
         usual = f"everything of the exported model runs in {base.precision}"

@@ -29,6 +29,7 @@ from loka_onnx.transforms.interactions.einsum_to_matmul import EinsumToMatMul
 from loka_onnx.transforms.interactions.reassociate_interaction import ReassociateInteraction
 from loka_onnx.transforms.linears.column_to_row import ColumnToRow
 from loka_onnx.transforms.linears.merge_parallel_linears import MergeParallelLinears
+from loka_onnx.transforms.linears.outer_to_mul import OuterToMul
 from loka_onnx.transforms.linears.pad_sites import PadSites
 from loka_onnx.transforms.linears.split_concat import SplitConcat
 from loka_onnx.transforms.linears.sum_experts import SumExperts
@@ -65,6 +66,7 @@ DEFAULT_MODS: tuple[type[Mod[Any]], ...] = (
     FuseRMSNorm,
     FoldBatchNorm,
     FoldNormAffine,
+    OuterToMul,
     ReassociateInteraction,
     MergeGathers,
     SumExperts,
@@ -73,8 +75,8 @@ DEFAULT_MODS: tuple[type[Mod[Any]], ...] = (
     PadSites,
 )
 """In this order no mod matches again after a later one. Products first, for all the others; constants, no-ops
-and twins hide patterns, so they go before patterns are read; K and N are padded last, when shapes are
-final."""
+and twins hide patterns, so they go before patterns are read; norms fold into linears of one channel before
+these become elementwise; K and N are padded last, when shapes are final."""
 
 
 @dataclass(frozen=True)
