@@ -133,6 +133,7 @@ class PlanId(StrEnum):
     FP8_FAST = "fp8-fast"
     INT8_ALL = "int8-all"
     INT8_SAFE = "int8-safe"
+    INT8_FAST = "int8-fast"
     MIXED = "mixed"
 
     @property

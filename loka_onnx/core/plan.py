@@ -27,10 +27,10 @@ class Verdict(StrEnum):
 
 
 class SpeedVerdict(StrEnum):
-    """Speed verdict of FP8 at a site, on a named device."""
+    """Speed verdict of FP8 or INT8 at a site, on a named device."""
 
     FAST = "fast"
-    """FP8 saves time, with the quantize step counted once for all sites of the tensor."""
+    """It saves time, with the quantize step counted once for all sites of the tensor."""
     SLOW = "slow"
     UNKNOWN = "not known"
     """No kernel of such a product was timed on the device."""
@@ -53,9 +53,9 @@ def quantized_precisions(plan_id: str) -> tuple[Precision, ...]:
 
 @dataclass(frozen=True)
 class SiteSpeed:
-    """Time that FP8 saves at one site on one device (by its name in run files), before building.
+    """Time that a precision saves at one site on one device (by its name in run files), before building.
 
-    By batch size, microseconds: `saved_us` is the time of the product in the base precision less that in FP8,
+    By batch size, microseconds: `saved_us` is the time of the product in the base precision less that in it,
     without the quantize step (empty where unknown); `quantize_us` that of the quantize step, which sites of
     one tensor share, 0 where the kernel in front quantizes. `is_measured` if every time was measured at this
     very shape. `made_by` is a site whose kernel makes the tensor, and quantizes it freely if it runs in FP8
@@ -71,6 +71,7 @@ class SiteSpeed:
     is_measured: bool
     reason: str
     made_by: str = ""
+    precision: Precision = Precision.FP8
 
 
 class Protection(StrEnum):
@@ -128,8 +129,8 @@ class PrecisionPlan:
     """One precision assignment of the whole model.
 
     Attributes:
-        id: ``fp32``, ``bf16``, ``fp16``, ``untouched``, ``fp8-`` or ``int8-`` with ``all`` or ``safe``,
-            ``fp8-fast``, ``mixed`` or a numbered refinement.
+        id: ``fp32``, ``bf16``, ``fp16``, ``untouched``, ``fp8-`` or ``int8-`` with ``all``, ``safe`` or
+            ``fast``, ``mixed`` or a numbered refinement.
         model_digest: Digest of the model that it is for.
         base: Precision outside the quantized sites; `base_reason` says why, where the profile chose it.
         predicted_kl: Sum of the chosen sites' KL relative to the loss, per output, predicted from

@@ -154,25 +154,35 @@ def buildable(config: RunConfig) -> Iterator[tuple[TargetConfig, Backend, str]]:
                 yield target, backend, architecture
 
 
-def competing_plans(config: RunConfig, timed: Collection[str] = ()) -> tuple[PlanId, ...]:
+def competing_plans(config: RunConfig, timed: Collection[DeviceTimings] = ()) -> tuple[PlanId, ...]:
     """Plans of a run, in the order they compete: those that the run file lists, if it lists any.
 
-    `fp8-fast` is made where kernel times are known of a device (`timed`). `untouched` has no lookups to leave
-    out, so that there is none beside a model that is cut at its embeddings.
+    Fast plans are made where kernel times in their precision are known of a device (`timed`). `untouched` has
+    no lookups to leave out, so that there is none beside a model that is cut at its embeddings.
     """
     if config.plan.plans is not None:
         return config.plan.plans
     is_whole = not config.model.split_sparse
-    here = is_whole and any(b.untouched and where != CPU for _, b, where in buildable(config))
-    untouched = (PlanId.UNTOUCHED,) if here else ()
+    compiles = is_whole and any(b.untouched and where != CPU for _, b, where in buildable(config))
+    untouched = (PlanId.UNTOUCHED,) if compiles else ()
     fp16 = (PlanId.FP16,) if _runs(config, Precision.FP16) else ()
-    fast = (PlanId.FP8_FAST,) if any(target.device in timed for target in config.targets) else ()
     of_format = {
-        Precision.FP8: (PlanId.FP8_ALL, PlanId.FP8_SAFE, *fast),
-        Precision.INT8: (PlanId.INT8_ALL, PlanId.INT8_SAFE),
+        Precision.FP8: (PlanId.FP8_ALL, PlanId.FP8_SAFE, PlanId.FP8_FAST),
+        Precision.INT8: (PlanId.INT8_ALL, PlanId.INT8_SAFE, PlanId.INT8_FAST),
+    }
+    here = {target.device for target in config.targets}
+    fast = {
+        of_format[precision][-1]
+        for precision in of_format
+        if any(known.times(precision) for known in timed if known.device in here)
     }
     formats = planned_formats(config)
-    quantized = [plan for format in formats for plan in of_format[format.precision]]
+    quantized = [
+        plan
+        for format in formats
+        for plan in of_format[format.precision]
+        if plan in fast or not plan.endswith("-fast")
+    ]
     both = (all(multiplies(backend, at, f) for f in formats) for _, backend, at in buildable(config))
     quantized += [PlanId.MIXED] if len(formats) > 1 and any(both) else []
     return (PlanId.FP32, PlanId.BF16, *fp16, *untouched, *quantized)
@@ -198,7 +208,7 @@ def plan_options(context: Context, model: ModelArtifact) -> PlanOptions:
         keep=chosen.keep,
         force=chosen.force,
         base=None if chosen.base == "auto" else chosen.base,
-        plans=competing_plans(context.config, [known.device for known in devices if known.timings]),
+        plans=competing_plans(context.config, devices),
         confidence=context.config.calibration.confidence,
         protect=chosen.protect,
         exported=context.exported,
@@ -256,4 +266,6 @@ def decide_plans(context: Context, model: ModelArtifact, profile: Profile, safe:
 def search_plans(context: Context, model: ModelArtifact, profile: Profile) -> tuple[PrecisionPlan, ...]:
     """Plans beside the best one of the search over kernel times, for every device with such times."""
     recipes, options = planned_recipes(context.config), plan_options(context, model)
-    return Planner(model, profile, context.specs, recipes, options).refinements()
+    kinds = dict.fromkeys(recipe.precision for recipe in recipes)
+    planners = (Planner(model, profile, context.specs, recipes, options, kind) for kind in kinds)
+    return tuple(plan for planner in planners for plan in planner.refinements())

@@ -38,8 +38,8 @@ from loka_onnx.planning.search import FastSearch, Sites
 from loka_onnx.planning.site_speed import DeviceTimings, SiteSpeeds
 
 _QUANTIZED = ("fp8-all", "fp8-safe", "int8-all", "int8-safe", MIXED)
-FAST = "fp8-fast"
-"""The plan that is made for each device by its kernel times."""
+FAST = "fast"
+"""Last word of a plan that is made for each device by its kernel times."""
 UNTOUCHED = "untouched"
 """The plan of the exported model, which no mod has changed."""
 
@@ -59,7 +59,7 @@ class PlanOptions:
         protect: Parts that stay in FP32 in a BF16 or FP16 plan without being named.
         exported: The model before mods, for which the patterns were written; a pattern that matches only
             there becomes a note. None where plans are made for that model itself.
-        devices: Kernel times of each device; one without any becomes a note and gets no plan `fp8-fast`.
+        devices: Kernel times of each device; one without any becomes a note and gets no fast plan.
         safe: The climbed rungs, the sites of `fp8-safe`, `int8-safe` and `mixed`. A plan without one, as
             nothing was judged jointly, rests on the bounds of single sites (`judging`).
     """
@@ -191,11 +191,15 @@ class Planner:
         graph = self.graph = GraphModel.load(model.path)
         self.mixture = Mixture(dict.fromkeys((site.name for site in model.sites), precisions[0]), {})
         if self.kind == MIXED:
-            costs = {precision: Costs(profile.of(precision), outputs) for precision in precisions}
-            self.mixture = mix_formats(graph, model.sites, outputs, costs, {})
+            each = {p: Planner(model, profile, outputs, recipes, options, p) for p in precisions}
+            costs = {precision: planner.costs for precision, planner in each.items()}
+            timed = [planner._site_speeds for planner in each.values()]
+            shared = next((device for device in timed[0] if all(device in of for of in timed)), None)
+            speeds = {} if shared is None else {p: of._site_speeds[shared] for p, of in each.items()}
+            self.mixture = mix_formats(graph, model.sites, outputs, costs, speeds)
         profile = self.profile = profile.of(self.mixture.formats)
         self.flops = {site.name: useful_flops(graph, site) for site in model.sites if site.is_fp8_able}
-        self.costs = Costs(profile, outputs)
+        self.costs: Costs = Costs(profile, outputs)
         named, forced = wishes(model, graph, options.keep, options.force, options.exported)
         self.kept, self.forced = named.sites, forced.sites
         self.notes = [*nothing_left("plan.keep", named.nothing), *nothing_left("plan.force", forced.nothing)]
@@ -203,8 +207,8 @@ class Planner:
         self.bases = Bases(graph, profile.tensors, options.protect, named.nodes, self.forced)
 
     def plans(self, plan_id: str) -> Iterator[PrecisionPlan]:
-        """Yield the plans of that id: one, or of `FAST` one for each device on which it saves time."""
-        if plan_id != FAST:
+        """Yield the plans of that id: one, or a fast one for each device on which it saves time."""
+        if plan_id != self._fast:
             plan = self._untouched() if plan_id == UNTOUCHED else self._plan_of(plan_id)
             if plan_id == MIXED and plan.kind != MIXED:
                 only = plan.kind.upper() or "none of both"
@@ -215,12 +219,13 @@ class Planner:
         if not self.options.devices:
             self._leave_out("no device was named that it could be made for")
         for known in self.options.devices:
-            if not known.timings:
-                self._leave_out(f"no kernel timings for device {known.device}; run `loka-onnx tune`")
+            if known.device not in self._searches:
+                of = "" if self.kind == Precision.FP8 else f" in {self.kind.upper()}"
+                self._leave_out(f"no kernel timings for device {known.device}{of}; run `loka-onnx tune`")
                 continue
             search = self._searches[known.device]
             if search.note:
-                self.notes.append(f"plan {FAST}: {search.note}")
+                self.notes.append(f"plan {self._fast}: {search.note}")
             if search.saves:
                 yield self._fast_plan(self._fast_id(known.device), search, search.best)
             else:
@@ -232,12 +237,12 @@ class Planner:
         return kls[max(kls, key=lambda spec: kls[spec] / (allowed_kl(spec) or 1.0))]
 
     def _leave_out(self, reason: str) -> None:
-        self.notes.append(f"plan {FAST} is left out: {reason}")
+        self.notes.append(f"plan {self._fast} is left out: {reason}")
 
     def refinements(self) -> tuple[PrecisionPlan, ...]:
-        """Return refinements of `fp8-fast` worth building and timing, the most informative first, by device.
+        """Return refinements of the fast plan worth building and timing, the most telling first, by device.
 
-        Each, ``fp8-fast-1``, …, toggles the sites of one tensor and is otherwise the best inside the budget
+        Each, as ``fp8-fast-1``, toggles the sites of one tensor and is otherwise the best inside the budget
         (`search.neighbours`).
         """
         return tuple(
@@ -273,7 +278,7 @@ class Planner:
             raise ConfigError(
                 f"E0707 unknown plan '{plan_id}'",
                 where="plan.plans",
-                evidence=f"known are {', '.join((*simple, *_QUANTIZED, FAST, UNTOUCHED))}",
+                evidence=f"known are {', '.join((*simple, *_QUANTIZED, 'fp8-fast', 'int8-fast', UNTOUCHED))}",
                 remedy="remove it, or correct its name",
             )
         obstacles = {site.name: self._obstacle(site, plan_id) for site in self.model.sites}
@@ -355,16 +360,13 @@ class Planner:
 
     @cached_property
     def _site_speeds(self) -> dict[str, SiteSpeeds]:
-        # Kernel times compare FP8 with the base.
-        if self.kind != Precision.FP8 or not any(known.timings for known in self.options.devices):
-            return {}
+        precisions = quantized_precisions(self.kind)
+        timed = [d for d in self.options.devices if all(d.times(precision) for precision in precisions)]
+        # Kernel times compare eight bits with the base.
         base = self.options.base or Precision.BF16
-        recipes = {site.name: self._recipe(site) for site in self.model.sites if site.is_fp8_able}
-        return {
-            known.device: SiteSpeeds(self.graph, self.model.sites, known, base, recipes)
-            for known in self.options.devices
-            if known.timings
-        }
+        able = [site for site in self.model.sites if site.is_fp8_able] if timed else []
+        recipes = {site.name: self._recipe(site) for site in able}
+        return {d.device: SiteSpeeds(self.graph, self.model.sites, d, base, recipes) for d in timed}
 
     @cached_property
     def _searches(self) -> dict[str, FastSearch]:
@@ -378,8 +380,12 @@ class Planner:
         }
 
     def _fast_id(self, device: str) -> str:
-        """Return `FAST`, with the device where there are several."""
-        return FAST if len(self._site_speeds) == 1 else f"{FAST}-{device}"
+        """Return the id of the fast plan, with the device where there are several."""
+        return self._fast if len(self._site_speeds) == 1 else f"{self._fast}-{device}"
+
+    @property
+    def _fast(self) -> str:
+        return f"{self.kind}-{FAST}"
 
     def _fast_plan(self, plan_id: str, search: FastSearch, chosen: Sites) -> PrecisionPlan:
         sites = self.model.sites
@@ -396,12 +402,15 @@ class Planner:
 
     def _why_out(self, site: Site, search: FastSearch, chosen: Sites) -> str:
         """Return why a site is not chosen, as a prefix of its verdict."""
-        obstacle = self._obstacle(site, FAST)
+        obstacle = self._obstacle(site, self._fast)
         if obstacle or site.name not in self.flops or site.name in self.kept:
             return obstacle or ""
         kernel = search.speeds.fused.get(site.name)
         if kernel is not None:
-            return f"slow: FP8 would break up the kernel '{kernel}', which computes it with its neighbours; "
+            name = self.mixture.formats[site.name].upper()
+            return (
+                f"slow: {name} would break up the kernel '{kernel}', which computes it with its neighbours; "
+            )
         return f"{search.why_out(site.name, chosen)}; "
 
     def _decision(

@@ -10,6 +10,7 @@ from small_configs import config_of
 
 from loka_onnx.config import PlanId, RunConfig
 from loka_onnx.core.formats import E4M3FN, E5M2, INT8, UINT8, Precision
+from loka_onnx.core.timing import Kernel, KernelTiming, Provenance, Shape
 from loka_onnx.errors import ConfigError
 from loka_onnx.pipeline.plans import (
     check_targets,
@@ -18,6 +19,7 @@ from loka_onnx.pipeline.plans import (
     planned_formats,
     planned_recipes,
 )
+from loka_onnx.planning.site_speed import DeviceTimings
 
 LISTED = (PlanId.FP32, PlanId.BF16, PlanId.FP8_ALL, PlanId.FP8_SAFE)
 WITH_FP16 = (PlanId.FP32, PlanId.BF16, PlanId.FP16, PlanId.FP8_ALL, PlanId.FP8_SAFE)
@@ -52,12 +54,21 @@ INDUCTOR = {"device": "cpu", "backends": ["inductor"]}
         ((CPU,), (), LISTED),
         ((RTX,), (), WITH_FP16),
         ((CPU, RTX), (), WITH_FP16),
-        ((CPU, RTX), ("nvidia-rtx-ada",), (*WITH_FP16, PlanId.FP8_FAST)),
-        ((CPU,), ("nvidia-rtx-ada",), LISTED),
+        ((CPU, RTX), (Precision.FP8,), (*WITH_FP16, PlanId.FP8_FAST)),
+        # No INT8 is planned.
+        ((CPU, RTX), (Precision.INT8,), WITH_FP16),
+        ((CPU,), (Precision.FP8,), LISTED),
     ],
 )
 def test_high_precision_competes_where_it_runs(config, targets, timed, plans):
-    assert competing_plans(config(*targets), timed) == plans
+    kernels = (Kernel("nvidia-rtx-ada", "inductor", "mm", precision) for precision in timed)
+    source = Provenance("a device", {}, "", "2026-11-27")
+    times = tuple(KernelTiming(kernel, Shape(8, 16, 16), 1.0, None, source) for kernel in kernels)
+    known = [DeviceTimings("nvidia-rtx-ada", "inductor", times, (8,))]
+    assert competing_plans(config(*targets), known) == plans
+    if timed:
+        integers = competing_plans(config(*targets, formats=["int8"]), known)
+        assert (PlanId.INT8_FAST in integers) is (RTX in targets and Precision.INT8 in timed)
 
 
 @pytest.mark.parametrize(

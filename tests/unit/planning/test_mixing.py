@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +15,9 @@ from loka_onnx.core.formats import INT8, Precision
 from loka_onnx.core.plan import Climb, Climbs, PlanSet
 from loka_onnx.core.profile import Profile
 from loka_onnx.core.recipe import MSE, PER_CHANNEL_WEIGHT, Granularity, Recipe
+from loka_onnx.core.timing import QUANTIZE, Kernel, KernelTiming, Provenance, Shape
 from loka_onnx.planning.policy import PlanOptions, make_plans
+from loka_onnx.planning.site_speed import DeviceTimings
 
 INTEGERS = Recipe.of(INT8, Granularity.PER_CHANNEL, MSE)
 RECIPES = (PER_CHANNEL_WEIGHT, INTEGERS)
@@ -28,6 +30,7 @@ TEXT = """(float[batch,32] x) => (float[batch,1] ctr) {
     ctr = ReduceMean<keepdims=1>(f, one)
 }"""
 FLOAT, INTEGER = Precision.FP8, Precision.INT8
+SOURCE = Provenance("a device", {}, "", "2026-11-27")
 
 
 @pytest.fixture
@@ -77,6 +80,36 @@ def test_each_tensor_gets_the_format_of_the_smaller_error(model):
     assert "INT8 (a KL of 2 % of what is allowed) rather than FP8 (a KL of 95 %" in reason
     recipes = {decision.site: decision.recipe for decision in mixed.decisions}
     assert (recipes["fc3"], recipes["fc4"]) == (PER_CHANNEL_WEIGHT, INTEGERS)
+
+
+def timings(us: Mapping[int, tuple[float, float]], spread: float = 0.0) -> DeviceTimings:
+    """Of products with 32 columns in FP8 and INT8, by K; 10 µs in BF16, casts of 1 µs."""
+
+    def kernels() -> Iterator[KernelTiming]:
+        for precision, name in ((FLOAT, "scaled_mm-row_wise"), (INTEGER, "int_mm")):
+            kernel = Kernel("gpu", "plain", name, precision, Granularity.PER_CHANNEL)
+            cast = Kernel("gpu", "plain", QUANTIZE, precision)
+            for k, each in us.items():
+                shape = Shape(8, 32, k)
+                yield KernelTiming(kernel, shape, each[precision is INTEGER], spread, SOURCE)
+                yield KernelTiming(cast, Shape(8, 0, k), 1.0, spread, SOURCE)
+                yield KernelTiming(Kernel("gpu", "plain", "mm", Precision.BF16), shape, 10.0, spread, SOURCE)
+
+    return DeviceTimings("gpu", "plain", tuple(kernels()), (8,))
+
+
+@pytest.mark.parametrize(("spread", "of_fc4"), [(0.0, FLOAT), (3.0, INTEGER)])
+def test_the_faster_format_inside_the_share_is_taken(model, spread, of_fc4):
+    """fc4 is cheap in both: FP8 is faster, unless the spread of times hides it. The others fit in one."""
+    parts = {"fc0": (0.3, 0.01), "fc1": (0.3, 0.01), "fc3": (0.2, 0.9), "fc4": (0.1, 0.02)}
+    times = (timings({32: (5.0, 6.0)}, spread),)
+    plans = plans_of(model, measured(model, parts), devices=times)
+    assert plans.plan("mixed").formats == {"fc0": INTEGER, "fc1": INTEGER, "fc3": FLOAT, "fc4": of_fc4}
+    speeds = {(speed.site, speed.precision) for speed in plans.speeds}
+    assert speeds == {(name, precision) for name in PARTS for precision in (FLOAT, INTEGER)}
+    fast = plans_of(model, measured(model, parts), devices=times, plans=("int8-fast",))
+    assert fast.plan("int8-fast").int8_sites == ("fc0", "fc1", "fc3", "fc4")
+    assert "10 µs in bf16 and 6 in int8 at batch 8" in fast.plan("int8-fast").decision("fc0").reason
 
 
 def test_a_mixed_plan_has_a_ladder_of_its_own(model):
