@@ -24,7 +24,7 @@ from rich.text import Text
 from loka_onnx.bundle.inspection import layout
 from loka_onnx.cli.progress import reported
 from loka_onnx.cli.run import Overrides, read_run_file
-from loka_onnx.cli.terminal import terminal_of
+from loka_onnx.cli.terminal import print_words, terminal_of
 from loka_onnx.config import RunConfig
 from loka_onnx.core.artifact import TensorSpec
 from loka_onnx.core.backends import backend_names
@@ -49,6 +49,7 @@ from loka_onnx.sessions.cuda import list_cuda_devices
 from loka_onnx.sessions.host_devices import integer_instructions
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
 
+_LONGEST = len("onnxruntime_tensorrt")
 _ROWS = 256
 """Generated rows that a model is run on."""
 
@@ -272,7 +273,7 @@ def doctor(
         terminal.out.out(json.dumps(asdict(found), indent=2))
         return
     for line in _run(found) if isinstance(found, RunFacts) else _lines(found):
-        terminal.out.print(line, soft_wrap=True)
+        print_words(terminal.out, line)
 
 
 def _run(facts: RunFacts) -> Iterator[Text]:
@@ -336,7 +337,7 @@ def _heading(text: str) -> Text:
 
 def _entry(name: str, version: str, what: str, *, is_good: bool, is_partial: bool = False) -> Text:
     mark = ("✓", "green") if is_good else ("~", "yellow") if is_partial else ("✗", "red")
-    return Text.assemble("  ", mark, f" {name:<13} {version or 'missing':<12} {what}")
+    return Text.assemble("  ", mark, f" {name:<{_LONGEST}} {version or 'missing':<12} {what}")
 
 
 def _note(text: str) -> Text:
