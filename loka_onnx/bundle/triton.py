@@ -377,7 +377,7 @@ def _why_in_the_way(destination: Path) -> str:
         if not any(destination.iterdir()):
             return ""
         record = serde.read(TritonRepository, destination / RECORD_NAME)
-        return next(_additions(destination, record), "") or next(_changes(destination, record), "")
+        return next(itertools.chain(_additions(destination, record), _changes(destination, record)), "")
     except (LokaError, OSError) as error:
         reason = error.what if isinstance(error, LokaError) else str(error)
         return f"it exists and is no repository that this project wrote, so it is not replaced: {reason}"

@@ -153,11 +153,7 @@ def check_run(config: RunConfig) -> RunFacts:
 
 
 def describe_model(path: Path) -> ModelFacts:
-    """Bring a model into canonical form in memory and look at it.
-
-    Raises:
-        ModelError: The model is truncated, too old, or has custom operators.
-    """
+    """Bring a model into canonical form in memory and look at it; raises as `canonicalize`."""
     canonical = canonicalize(path)
     graph = canonical.model
     sites = find_sites(graph)

@@ -25,13 +25,9 @@ WAITING = "waiting"
 
 @dataclass(frozen=True)
 class BatchRange:
-    """Rows per request that an engine accepts, tuned for `serve`.
+    """Rows per request that an engine accepts, tuned for `serve`: 1 ≤ minimum ≤ serve ≤ maximum.
 
-    Attributes:
-        sizes: Served batch sizes, ascending, each with its CUDA graph or program; `serve` alone when empty.
-
-    Raises:
-        ConfigError: Not 1 ≤ minimum ≤ serve ≤ maximum, or a size out of order or range.
+    `sizes` are the served batch sizes, ascending, each with its CUDA graph or program; `serve` when empty.
     """
 
     minimum: int

@@ -26,7 +26,7 @@ from loka_onnx.graph.model import (
     values_of,
 )
 from loka_onnx.graph.moves import Numbers as Tags
-from loka_onnx.graph.moves import move
+from loka_onnx.graph.moves import move, width_of
 from loka_onnx.graph.shape_values import dimension
 
 _INTEGERS = frozenset(
@@ -68,23 +68,15 @@ def id_bounds(model: GraphModel) -> dict[str, tuple[range | None, ...]]:
     found = {}
     for tensor in model.inputs:
         kind = 0 if tensor.dtype is None else element_type(tensor.dtype)
-        if kind in _INTEGERS | _FLOATS and _columns(tensor):
+        if kind in _INTEGERS | _FLOATS and width_of(tensor):
             bounds = _bounds(tensor, main)
             if kind in _INTEGERS or any(bounds):
                 found[tensor.name] = bounds
     return found
 
 
-def _columns(tensor: Tensor) -> int:
-    shape: list[int | str] = list(tensor.shape or ())
-    if len(shape) == 1:
-        return 1
-    width = shape[1] if len(shape) == 2 else 0
-    return width if isinstance(width, int) else 0
-
-
 def _bounds(source: Tensor, main: set[int]) -> tuple[range | None, ...]:
-    width = _columns(source)
+    width = width_of(source)
     tags = _STEP * np.arange(1, _ROWS * width + 1, dtype=np.int64)
     found: list[range | None] = [None] * width
     placed = tags.reshape(_ROWS, width) if len(shape_of(source)) > 1 else tags

@@ -149,7 +149,7 @@ def column_origins(tensor: Tensor) -> tuple[Origin | None, ...]:
     The walk goes back through nodes that keep columns apart: elementwise functions, arithmetic with
     constants, joins along columns. Empty unless the tensor has two axes and a fixed number of columns.
     """
-    width = _width(tensor)
+    width = 0 if is_constant(tensor) or len(tensor.shape or ()) != 2 else width_of(tensor)
     if not width:
         return ()
     node = producer(tensor)
@@ -174,9 +174,8 @@ def _through(node: Node) -> tuple[Origin | None, ...]:
     return ()
 
 
-def _width(tensor: Tensor) -> int:
-    """Columns; 0 unless the tensor has two axes and a fixed number of them."""
-    if is_constant(tensor) or tensor.shape is None or len(tensor.shape) != 2:
-        return 0
-    width = tensor.shape[1]
+def width_of(tensor: Tensor) -> int:
+    """Columns of a tensor (batch,) or (batch, columns); 0 for another or a number that is not fixed."""
+    shape = tensor.shape or ()
+    width = shape[1] if len(shape) == 2 else int(len(shape) == 1)
     return width if isinstance(width, int) else 0

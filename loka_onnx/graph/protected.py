@@ -115,7 +115,7 @@ def _what_serves_outputs(model: GraphModel, order: list[Node]) -> dict[int, str]
 def _may_be_behind_products(model: GraphModel, node: Node) -> bool:
     if node.domain not in (None, "", "ai.onnx"):
         return False
-    if not any(_is_fp32(tensor) for tensor in (*node.inputs, *node.outputs)):
+    if not any(is_fp32(tensor) for tensor in (*node.inputs, *node.outputs)):
         return False  # It computes a shape or an index.
     if node.op in _SUMS:
         return _is_narrow(node.inputs[0])
@@ -139,7 +139,8 @@ def _is_narrow(tensor: Tensor) -> bool:
     return len(fixed) >= len(tensor.shape) - 1 and prod(fixed) <= FEW
 
 
-def _is_fp32(tensor: Tensor) -> bool:
+def is_fp32(tensor: Tensor) -> bool:
+    """True if a tensor is there and known to be FP32."""
     return bool(tensor.name) and tensor.dtype is not None and element_type(tensor.dtype) == TensorProto.FLOAT
 
 

@@ -22,7 +22,6 @@ from dataclasses import dataclass, replace
 from math import prod
 
 import numpy as np
-from onnx import TensorProto
 
 from loka_onnx.core.statistics import TensorRange
 from loka_onnx.graph.layout import layout_root
@@ -31,12 +30,11 @@ from loka_onnx.graph.model import (
     Node,
     Tensor,
     consumers,
-    element_type,
     is_constant,
     producer,
     values_of,
 )
-from loka_onnx.graph.protected import Divisor, divisors
+from loka_onnx.graph.protected import Divisor, divisors, is_fp32
 
 MARGIN = 8.0
 """How much further than on the calibration rows a tensor may reach: three of FP16's 40 binades. A model that
@@ -100,7 +98,7 @@ class _Judge:
         computed = (tensor for node in self.nodes for tensor in node.outputs)
         places: dict[str, Unproven] = {}
         for tensor in (*self.model.inputs, *computed):
-            why = self._why_not(tensor) if _is_fp32(tensor) else ""
+            why = self._why_not(tensor) if is_fp32(tensor) else ""
             if not why:
                 continue
             # A reshaped or transposed view is the same place.
@@ -113,7 +111,7 @@ class _Judge:
     def sums(self) -> Iterator[Unproven]:
         """Nodes with intermediate sums that may not fit."""
         for node in self.nodes:
-            if node.op not in _FIRST_POWER | _SQUARES or not _is_fp32(node.outputs[0]):
+            if node.op not in _FIRST_POWER | _SQUARES or not is_fp32(node.outputs[0]):
                 continue
             known, terms = self.ranges.get(node.inputs[0].name), _terms(node)
             if known is None:
@@ -134,7 +132,7 @@ class _Judge:
         limits: dict[int, str] = {}
         for node in self.nodes:
             for tensor in node.inputs:
-                if not is_constant(tensor) or not _is_fp32(tensor):
+                if not is_constant(tensor) or not is_fp32(tensor):
                     continue
                 if id(tensor) not in limits:
                     limits[id(tensor)] = _why_not_constant(tensor)
@@ -145,7 +143,7 @@ class _Judge:
     def divisors(self) -> Iterator[Unproven]:
         """Nodes that may divide by 0 where FP32 does not."""
         for divisor in divisors(self.model):
-            if not _is_fp32(divisor.tensor):
+            if not is_fp32(divisor.tensor):
                 continue
             why = self._why_zero(divisor)
             if why:
@@ -171,15 +169,11 @@ class _Judge:
             )
         for node in divisor.makers:
             for tensor in node.inputs:
-                if is_constant(tensor) and _is_fp32(tensor) and _largest(tensor) <= BECOMES_ZERO:
+                if is_constant(tensor) and is_fp32(tensor) and _largest(tensor) <= BECOMES_ZERO:
                     value = _largest(tensor)
                     if value > 0.0:
                         return f"'{name}', which only {value:.4g} keeps from 0; in FP16 that is 0"
         return ""
-
-
-def _is_fp32(tensor: Tensor) -> bool:
-    return bool(tensor.name) and tensor.dtype is not None and element_type(tensor.dtype) == TensorProto.FLOAT
 
 
 def _touching(tensor: Tensor) -> tuple[str, ...]:

@@ -68,11 +68,10 @@ _NO_SAMPLE = (OSError, ValueError, EOFError, MemoryError, zipfile.BadZipFile, zl
 
 
 def verify_bundle(directory: Path) -> Manifest:
-    """Verify that a bundle is complete and holds nothing else; links inside it are refused.
+    """Verify that a bundle is complete and holds nothing else.
 
-    Raises:
-        BundleInvalid: A missing, extra, altered or special file; a path outside the bundle; a manifest that
-            is too large, not JSON, of an unknown schema, or contradictory.
+    BundleInvalid for a missing, extra, altered or special file, a link, a path outside the bundle, or a
+    manifest that is too large, not JSON, of an unknown schema, or contradictory.
     """
     return verify_directory(directory).manifest
 

@@ -50,10 +50,7 @@ class Store:
     """Files under a URL that fsspec opens, or in a local directory; may be used from several threads.
 
     Calls raise `BundleError` if the registry cannot be reached, and `UserError` without the right to do so.
-
-    Raises:
-        MissingPackage: fsspec, or the package for this kind of URL, is not installed.
-        UserError: No such kind of URL.
+    So does another kind of URL.
     """
 
     def __init__(self, url: str, options: TransferOptions | None) -> None:

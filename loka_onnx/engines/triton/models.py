@@ -79,8 +79,7 @@ class Port:
 def ports_of(specs: tuple[TensorSpec, ...], names: Mapping[str, str] | None = None) -> tuple[Port, ...]:
     """Ports of tensors of a bundle, under the same names in Triton unless `names` has others.
 
-    Raises:
-        BundleError: A tensor has no batch, or an element type that Triton's protocol lacks.
+    BundleError for a tensor without a batch, or of an element type that Triton's protocol lacks.
     """
     ports = []
     for spec in specs:

@@ -71,9 +71,6 @@ class Baseline:
         counted: Sites that ΔNE is predicted for, those that run in FP8; None for the linear sites that could.
         basis: Origin of those sites, for the reader.
         columns: Names of the columns of an activation, by its name; "" for one without. For the reader.
-
-    Raises:
-        UserError: The profile is not that of the model.
     """
 
     model: ModelArtifact

@@ -47,12 +47,8 @@ class EarlierRun:
 
     @classmethod
     def read(cls, directory: Path) -> EarlierRun:
-        """Read the documents of a run.
-
-        Raises:
-            ConfigError: It is not a finished run, or a target has no choice yet because its engines wait for
-                their build jobs.
-            UserError: It was written by another version of this package.
+        """Read the documents of a run of this version; a ConfigError where it is not finished, or the engines
+        of a target wait for their build jobs.
         """
         refuse_links(directory)
         missing = [name for name in _NEEDED if not (directory / name).is_file()]
