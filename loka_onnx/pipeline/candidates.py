@@ -222,12 +222,9 @@ class EngineBuilder:
 
         Build jobs carry plain rows.
         """
-        users, backend = self.judging.users, candidate.backend
-        if users is None or not users.is_used or candidate.directory in self._jobs:
-            return ()
-        architecture = candidate.architecture
+        backend, architecture = candidate.backend, candidate.architecture
         is_here = architecture in backend.spec.request_form and not backend.build_blocker(architecture)
-        return users.inputs if is_here else ()
+        return self.judging.shared if is_here else ()
 
     def _execute_jobs(self) -> dict[Path, str]:
         """Hand jobs without a result to the cluster, if there is one; return why some still have none."""
@@ -342,7 +339,7 @@ def build_engines(
         "plans": source.plans,
         "corrections": corrections,
         "part": source.part,
-        "users": () if judging.users is None or not judging.users.is_used else judging.users.inputs,
+        "shared": judging.shared,
         "targets": config.targets,
         "backends": backend_versions(config.targets),
         "batch": config.batch,

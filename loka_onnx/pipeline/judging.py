@@ -130,7 +130,7 @@ class Judging:
         if engine.part is Part.DENSE:
             runner = SplitRunner(stack.enter_context(self.open_lookup()), runner)
         if engine.part is Part.REQUEST:
-            runner = RequestRunner(runner, self._shared)
+            runner = RequestRunner(runner, self.shared)
         return padded(runner.run, self.context.config.batch.min)
 
     def open_alone(self, engine: EngineArtifact) -> Runner:
@@ -145,16 +145,16 @@ class Judging:
         return OnnxSession(self.split.halves.lookup.path, SessionOptions(threads=self.context.threads))
 
     @property
-    def _shared(self) -> tuple[str, ...]:
-        """Inputs that are equal within a request."""
-        return () if self.users is None else self.users.inputs
+    def shared(self) -> tuple[str, ...]:
+        """Inputs of engines in request form that have a row for each user; empty where there are none."""
+        return () if self.users is None or not self.users.is_used else self.users.inputs
 
     def taken_by_engines(self, inputs: Arrays, part: Part = Part.WHOLE) -> Arrays:
         """Engine inputs for model inputs: looked-up rows in place of ids if the model was cut, users and
         candidates for a part in request form.
         """
         if part is Part.REQUEST:
-            return to_users(inputs, self._shared)
+            return to_users(inputs, self.shared)
         if self.split is None or self.split.halves is None:
             return inputs
         looked_up = self.open_lookup().run(inputs)
@@ -214,7 +214,7 @@ class Judging:
             for engine in engines:
                 try:
                     runner = stack.enter_context(self.open_alone(engine))
-                    shared = self._shared if engine.part is Part.REQUEST else ()
+                    shared = self.shared if engine.part is Part.REQUEST else ()
                     subjects[engine.id] = prepared(runner, self.context.config.serving.inputs, shared)
                 except StageError as error:
                     failures[engine.id] = f"it does not open: {error}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 
 from loka_onnx.core.artifact import ModelArtifact
@@ -15,7 +16,7 @@ from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
 from loka_onnx.sessions.runner import RequestRunner
 from loka_onnx.transforms.base import Mod, record
 from loka_onnx.transforms.requests.share_users import SHARE_USERS, share_users
-from loka_onnx.transforms.sequence import change
+from loka_onnx.transforms.sequence import STRICT, change
 
 REQUEST = Stage("request", "model/request.json", SharedUsers)
 FILE = "model/request.onnx"
@@ -34,7 +35,14 @@ def share_features(context: Context, model: ModelArtifact) -> SharedUsers | None
 
     def make() -> SharedUsers:
         graph = GraphModel.load(model.path)
-        users = SharedUsers(request.inputs, record(SHARE_USERS, share_users(graph, request.inputs)))
+        try:
+            said = share_users(graph, request.inputs)
+        except Exception as error:
+            # As a mod, it is optional: one that fails costs speed, not the run.
+            if os.environ.get(STRICT):
+                raise
+            said = [Declined("", f"the rewrite failed on this model: {type(error).__name__}: {error}")]
+        users = SharedUsers(request.inputs, record(SHARE_USERS, said))
         if not users.is_used:
             return users
         graph.save(context.path(FILE))

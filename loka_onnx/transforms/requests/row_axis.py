@@ -57,7 +57,7 @@ def row_axis(model: GraphModel, node: Node, axes: Mapping[int, RowAxis]) -> RowA
 def _tried(model: GraphModel, node: Node, axes: Mapping[int, RowAxis]) -> RowAxis | None:
     generator = np.random.default_rng(0)
     named = [(at, tensor) for at, tensor in enumerate(node.inputs) if tensor.name]
-    whole = {tensor.name: _drawn(tensor, axes.get(at), generator) for at, tensor in named}
+    whole = {tensor.name: _drawn(model, tensor, axes.get(at), generator) for at, tensor in named}
     rows = {tensor.name: axes[at] for at, tensor in named if at in axes}
     proto = model.node_proto(node)
     inputs, outputs = (
@@ -83,11 +83,15 @@ def _grown(before: tuple[int, ...], after: tuple[int, ...]) -> RowAxis:
     return RowAxis(axis, before[axis] // _ROWS)
 
 
-def _drawn(tensor: Tensor, rows: RowAxis | None, generator: np.random.Generator) -> npt.NDArray[Any]:
+def _drawn(
+    model: GraphModel, tensor: Tensor, rows: RowAxis | None, generator: np.random.Generator
+) -> npt.NDArray[Any]:
     """Return the values of a constant, or random ones; ids are 0 and 1."""
     if is_constant(tensor):
         return values_of(tensor)
     shape = [n if isinstance(n, int) else _OTHER for n in tensor.shape or ()]
+    if model.is_table(tensor):
+        shape[0] = _OTHER
     if rows is not None:
         shape[rows.axis] = _ROWS * rows.each
     dtype = np.dtype(onnx.helper.tensor_dtype_to_np_dtype(element_type(tensor.dtype)))

@@ -23,7 +23,8 @@ import numpy as np
 
 from loka_onnx.core.rewrite import INDEX, Applied, Declined
 from loka_onnx.graph.model import GraphModel, Node, Tensor, is_constant, shape_of
-from loka_onnx.graph.shape_values import read_dimensions, static_shape
+from loka_onnx.graph.parts import DRAWING
+from loka_onnx.graph.shape_values import dimensions, read_dimensions, static_shape
 from loka_onnx.transforms.base import NotRewritten
 from loka_onnx.transforms.linears.pattern import Linear, is_candidate, made_by, read_linear
 from loka_onnx.transforms.requests.row_axis import RowAxis, row_axis
@@ -90,7 +91,7 @@ class _Sharing:
         self._alive += [node, *node.outputs]
         axes = {at: self.axes[id(t)] for at, t in enumerate(node.inputs) if id(t) in self.axes}
         is_fixed = [self.is_fixed(tensor) for tensor in node.inputs]
-        if not axes and all(is_fixed) and node.inputs and node.op != "RandomUniformLike":
+        if not axes and all(is_fixed) and node.inputs and node.op not in DRAWING:
             self.fixed |= {id(tensor) for tensor in node.outputs}
         holds_branch = any(hasattr(value, "nodes") for value in node.attrs.values())
         if not axes or len(axes) + sum(is_fixed) < len(node.inputs) or holds_branch:
@@ -126,10 +127,10 @@ class _Sharing:
         """Let a Reshape or Expand to the rows of another tensor keep its own."""
         if node.op not in {"Reshape", "Expand"} or is_constant(node.inputs[1]):
             return
-        entries, source = read_dimensions(node.inputs[1]) or (), static_shape(node.inputs[0])
+        entries, source = read_dimensions(node.inputs[1]) or (), dimensions(node.inputs[0]) or ()
         named = [at - len(entries) for at, entry in enumerate(entries) if isinstance(entry, str)]
-        is_kept = node.op == "Reshape" or all(source[at : at + 1 or None] == (None,) for at in named)
-        if len(named) == 1 and is_kept and not {0, -1} & {*entries}:
+        is_kept = all(source[at : at + 1 or None] == (entries[at],) for at in named)
+        if len(named) == 1 and (is_kept or node.op == "Reshape") and not {0, -1} & {*entries}:
             target = [e if isinstance(e, int) else -1 if node.op == "Reshape" else 1 for e in entries]
             node.inputs[1] = self.model.constant(f"{node.name}.shape", np.array(target, np.int64))
 
@@ -147,7 +148,7 @@ class _Sharing:
     def _mixed(self, tensor: Tensor) -> Node | None:
         """Return the Concat of users and candidates that makes a tensor, if one does."""
         concat = made_by(tensor, "Concat")
-        if concat is None or not _is_known(concat.inputs, _axis_of(concat)):
+        if concat is None or tensor.shape is None or not _is_known(concat.inputs, _axis_of(concat)):
             return None
         users = [part for part in concat.inputs if self.is_users(part)]
         is_apart = all(self.axes[id(part)].axis != _axis_of(concat) for part in users)
@@ -303,7 +304,7 @@ class _Sharing:
 
 
 def _axis_of(concat: Node) -> int:
-    return int(concat.attrs["axis"]) % len(static_shape(concat.inputs[0]))
+    return int(concat.attrs["axis"]) % len(shape_of(concat.outputs[0]))
 
 
 def _is_known(parts: Sequence[Tensor], axis: int) -> bool:
