@@ -16,13 +16,13 @@ from typing import Any
 from benchmarks.public_rankers.catalog import RANKERS
 from benchmarks.recording import write_record
 
-ACCURACY_PLAN = "fp8-safe"
+ACCURACY_PLANS = ("fp8-safe", "int8-safe", "mixed")
 SECONDS_TO_REFUSE = 20.0
 HEADS = (
     "ranker",
     "library",
     "result",
-    "FP8, % of FP8-able FLOPs",
+    "eight bits, % of FP8-able FLOPs",
     "of all products, %",
     "ΔNE, %",
     "KL, %",
@@ -40,8 +40,10 @@ def is_within(plan: Mapping[str, Any], split: str) -> bool:
 
 
 def accuracy_plan(run: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]] | None:
-    """The plan that is made to be accurate; of several rungs, the certified one with the largest share."""
-    rungs = {name: plan for name, plan in run.get("plans", {}).items() if name.startswith(ACCURACY_PLAN)}
+    """The plan that is made to be accurate; of several formats and rungs, the certified one with the largest
+    share.
+    """
+    rungs = {name: plan for name, plan in run.get("plans", {}).items() if name.startswith(ACCURACY_PLANS)}
     if not rungs:
         return None
     return max(rungs.items(), key=lambda item: (is_within(item[1], "certification"), item[1]["share"]))
@@ -61,8 +63,8 @@ def shares(run: Mapping[str, Any]) -> tuple[float, float]:
 
 
 def is_certified_at_once(run: Mapping[str, Any]) -> bool:
-    """Whether no plan with FP8 that selection found inside its budget is outside on certification."""
-    plans = [plan for plan in run.get("plans", {}).values() if plan["fp8_sites"]]
+    """Whether no plan with FP8 or INT8 that selection found inside its budget is outside on certification."""
+    plans = [plan for plan in run.get("plans", {}).values() if plan["fp8_sites"] or plan.get("int8_sites")]
     tried = [plan for plan in plans if is_within(plan, "selection")]
     return bool(tried) and all(is_within(plan, "certification") for plan in tried)
 

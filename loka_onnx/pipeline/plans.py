@@ -50,8 +50,8 @@ def planned_formats(config: RunConfig) -> tuple[NumberFormat, ...]:
     plans = config.plan.plans
     asked = {*(config.plan.formats or (precision for plan in plans or () for precision in plan.precisions))}
     is_alone = bool(asked) and Precision.FP8 not in asked
-    is_alone |= {*EIGHT_BITS} <= asked and PlanId.MIXED in (plans or (PlanId.MIXED,))
-    needs = [device for device, formats in able.items() if is_alone or float8 not in formats]
+    is_mixed = {*EIGHT_BITS} <= asked and PlanId.MIXED in (plans or (PlanId.MIXED,))
+    needs = [d for d, formats in able.items() if is_alone or is_mixed or float8 not in formats]
     is_symmetric = any(INT8 in taken[device] and UINT8 not in taken[device] for device in needs or able)
     known = {Precision.FP8: float8, Precision.INT8: INT8 if is_symmetric else UINT8}
     if not asked:

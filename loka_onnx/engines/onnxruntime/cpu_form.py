@@ -205,7 +205,7 @@ class IntegerProducts:
 
     def write(self) -> None:
         """Rewrite their biases and Relus in place."""
-        nodes, biases, has_max = [], [], False
+        nodes, biases, needs_zero = [], [], False
         for node in self._graph.node:
             nodes.append(node)
             factors = self._factors(node)
@@ -215,6 +215,7 @@ class IntegerProducts:
             bias = self._bias(node, last, factors)
             if bias is not None and bias.op_type == "Sum":
                 nodes.append(bias)
+                needs_zero = True
             elif bias is not None:
                 biases.append(bias)
             for reader in self._readers[node.output[0]]:
@@ -222,9 +223,9 @@ class IntegerProducts:
                     reader.op_type = "Sum"
             for relu in self._readers[last.output[0]]:
                 if relu.op_type == "Relu" and not self._is_clipped(relu):
-                    relu.op_type, has_max = "Max", True
+                    relu.op_type, needs_zero = "Max", True
                     relu.input.append(_ZERO)
-        if has_max:
+        if needs_zero:
             self._graph.initializer.append(numpy_helper.from_array(np.zeros((), np.float32), _ZERO))
         del self._graph.node[:]
         self._graph.node.extend([*biases, *nodes])
@@ -277,13 +278,17 @@ class IntegerProducts:
         return dequantize
 
     def _summed(self, product: NodeProto, holder: NodeProto) -> NodeProto | None:
-        """Keep a bias in FP32; return the Sum behind a Gemm, None where the Add becomes one."""
+        """Keep a bias in FP32; return the Sum behind a Gemm, None where the Add becomes one.
+
+        ONNX Runtime joins a Sum of two with its Gemm again, and the bias would saturate in INT32: it has a 0.
+        """
         if holder is not product:
             holder.op_type = "Sum"
             return None
         bias = product.input.pop()
         result, product.output[0] = product.output[0], f"{product.name}/product"
-        return helper.make_node("Sum", [product.output[0], bias], [result], name=f"{product.name}/bias")
+        added = [product.output[0], bias, _ZERO]
+        return helper.make_node("Sum", added, [result], name=f"{product.name}/bias")
 
     def _dequantize(
         self, name: str, values: npt.NDArray[np.int32], unit: npt.NDArray[np.float32]
