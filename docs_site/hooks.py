@@ -23,7 +23,7 @@ from benchmarks.results.pages import result_pages  # noqa: E402
 from docs_site.api import api_pages  # noqa: E402
 from docs_site.command_line import command_line_page  # noqa: E402
 from docs_site.mathematics import with_mathml  # noqa: E402
-from docs_site.root_files import root_pages  # noqa: E402
+from docs_site.root_files import NOTEBOOK, notebook_page, root_pages  # noqa: E402
 from docs_site.run_file import run_file_page  # noqa: E402
 from docs_site.schemas import schema_files, schemas_page  # noqa: E402
 
@@ -42,6 +42,7 @@ def generated_pages(docs: Path) -> dict[str, str]:
         **api_pages(),
         **result_pages(ROOT / "benchmarks" / "records"),
         **root_pages(ROOT),
+        "how-to/notebook.md": notebook_page(ROOT / NOTEBOOK),
     }
 
 

@@ -9,6 +9,8 @@ how many loads an engine gets (`planning.speed.contenders`) and who is chosen (`
   precision`: the most exact engine is not among those alike, so that an equal one wins.
 - *3 % faster*: one of them is, and the share of contests in which the most exact, slower one is told apart.
   Bar: 80 % at a load-to-load deviation of 1 %.
+- *Busy*: in a third of its loads an engine meets other work, which makes most requests up to five times as
+  long, and in a twentieth of them every request (deepctr-pnn on an H200 had that in 3 of 12 loads).
 
 **Real.** Two engines of the same ONNX file in ONNX Runtime on the CPU, loaded and timed in turns as a run
 does it (`pipeline.judging.PER_LOAD`), as many pairs as the time allows. Bar: 3 % told apart.
@@ -44,6 +46,8 @@ BATCHES = (64, 256)
 ENGINES = (2, 4, 8)
 DEVIATIONS = (0.0, 0.01, 0.02)
 MACHINE = 0.02
+BUSY, WHOLLY_BUSY = 1 / 3, 1 / 20
+"""Shares of the loads of a busy host."""
 
 Values = npt.NDArray[np.float64]
 
@@ -56,13 +60,16 @@ def told_apart(timed: dict[str, tuple[Latency, ...]], first: str) -> tuple[bool,
     return bool(slower), first in slower
 
 
-def contest(truth: Values, deviation: float, random: np.random.Generator) -> tuple[bool, bool, int]:
+def contest(
+    truth: Values, deviation: float, random: np.random.Generator, *, is_busy: bool = False
+) -> tuple[bool, bool, int]:
     """One simulated contest, decided as a run decides it.
 
     Args:
         truth: (engines,) times, microseconds for each row.
         deviation: Load-to-load standard deviation of the logarithm.
         random: Draws the loads.
+        is_busy: Whether other work is on the machine in some loads.
 
     Returns:
         As `told_apart` of the first engine, and the loads of all engines together.
@@ -72,12 +79,19 @@ def contest(truth: Values, deviation: float, random: np.random.Generator) -> tup
     machine = MACHINE * random.standard_normal(MOST_LOADS)
     times = truth[:, None] * np.exp(machine + deviation * random.standard_normal((truth.size, MOST_LOADS)))
     noise = np.exp(0.002 * random.standard_normal((truth.size, MOST_LOADS, len(BATCHES))))
+    drawn, longer = random.random(times.shape), random.uniform(1.0, 5.0, times.shape)
+    medians = times * np.where(drawn < BUSY, longer, 1.0) if is_busy else times
+    least = times * np.where(drawn < WHOLLY_BUSY, longer, 1.0) if is_busy else times
 
     def timed(engine: int, loads: int) -> tuple[Latency, ...]:
         return over_loads(
             [
                 [
-                    latency(times[engine, n] * noise[engine, n, b] * size, size)
+                    latency(
+                        medians[engine, n] * noise[engine, n, b] * size,
+                        least[engine, n] * noise[engine, n, b] * size,
+                        size,
+                    )
                     for b, size in enumerate(BATCHES)
                 ]
                 for n in range(loads)
@@ -85,8 +99,8 @@ def contest(truth: Values, deviation: float, random: np.random.Generator) -> tup
         )
 
     known = {name: timed(index, FIRST_LOADS) for index, name in enumerate(names)}
-    for more, least in ((LOADS, 0.0), (MOST_LOADS, LOOKS_APART)):
-        close = contenders({n: t for n, t in known.items() if _has_all(t, more)}, NOISE, least)
+    for more, apart in ((LOADS, 0.0), (MOST_LOADS, LOOKS_APART)):
+        close = contenders({n: t for n, t in known.items() if _has_all(t, more)}, NOISE, apart)
         known |= {name: timed(index, more) for index, name in enumerate(names) if name in close}
     loads = sum(len(items[0].loads_us) for items in known.values())
     return (*told_apart(known, names[0]), loads)
@@ -97,9 +111,9 @@ def _has_all(items: tuple[Latency, ...], more: int) -> bool:
     return len(items[0].loads_us) == (LOADS if more == MOST_LOADS else FIRST_LOADS)
 
 
-def latency(us: float, batch: int) -> Latency:
-    """A load's median at a batch size."""
-    return Latency(batch, us, us, us, 40, "gpu", counts_for_choice=True, loads_us=(us,))
+def latency(us: float, least: float, batch: int) -> Latency:
+    """A load's median and least time at a batch size."""
+    return Latency(batch, us, us, us, 40, "gpu", counts_for_choice=True, loads_us=(us,), least_us=(least,))
 
 
 def simulated(contests: int, random: np.random.Generator) -> dict[str, Any]:
@@ -119,6 +133,16 @@ def simulated(contests: int, random: np.random.Generator) -> dict[str, Any]:
                 "mean_loads_of_an_engine": float(equal[:, 2].mean()) / engines,
             }
             print(engines, deviation, found[f"{engines} engines, {100 * deviation:g} %"], flush=True)
+    return found
+
+
+def busy(contests: int, random: np.random.Generator) -> dict[str, float]:
+    """Percent of contests on a busy host that tell the slower of two engines apart, by how much it is."""
+    found = {}
+    for faster in (1.0, 0.97, 0.7):
+        truth = np.array([1.0, faster])
+        apart = [contest(truth, 0.01, random, is_busy=True)[1] for _ in range(contests)]
+        found[f"{100 * (1 - faster):.0f} %"] = 100.0 * float(np.mean(apart))
     return found
 
 
@@ -206,8 +230,10 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="processes that time real pairs")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
+    random = np.random.default_rng(options.seed)
     figures = {
-        "simulated": simulated(options.contests, np.random.default_rng(options.seed)),
+        "simulated": simulated(options.contests, random),
+        "busy": busy(options.contests, random),
         "real": real(options.seconds, options.jobs),
     }
     print(figures["real"])

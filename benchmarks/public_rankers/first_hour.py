@@ -5,7 +5,7 @@
 A ranker is trained for a few steps and exported by its recipe in `docs/how-to/recipes.md`. Its rows are one
 Parquet file: the columns that it reads in the library's order, the user, and a label for each output. Then
 are typed: `loka-onnx init`, `run` and `bundle serve`, and a request for two rows, held against ONNX Runtime's
-answer of the exported file. `EDITS` are the lines that had to be changed in the run file by hand.
+answer of the exported file. No line of the run file is changed by hand.
 """
 
 from __future__ import annotations
@@ -33,13 +33,6 @@ from benchmarks.recording import write_record
 
 NAMES = ("rechub-dcnv2", "rechub-bst", "deepctr-dcnmix", "deepctr-mmoe", "fuxictr-dcnv2", "torchrec-dlrm")
 ROWS, STEPS, BATCH = 20_000, 20, 512
-FROM_TWO = ("batch: {", "batch: {min: 2, serve: [256, 1024, 2048], max: 4096}")
-EDITS: dict[str, tuple[tuple[str, str], ...]] = {
-    # These libraries squeeze a tensor: a batch of one row loses an axis, which `run` says at once.
-    "rechub-dcnv2": (FROM_TWO,),
-    "deepctr-dcnmix": (FROM_TWO,),
-}
-"""Ranker → lines that a user changes in the proposed run file: what they hold, and what is written there."""
 TYPES = {"tensor(int64)": ("INT64", np.int64), "tensor(float)": ("FP32", np.float32)}
 LOKA = (sys.executable, "-P", "-c", "from loka_onnx.cli.main import main; main()")
 
@@ -95,7 +88,7 @@ def rows_of(ranker: Ranker, built: Built, rows: Rows) -> dict[str, np.ndarray]:
 
 
 def journey(ranker: Ranker, place: Path, libraries: Path) -> dict[str, Any]:
-    """Commands, edited lines and seconds of one ranker."""
+    """Commands and seconds of one ranker."""
     home = place / ranker.name
     home.mkdir(parents=True, exist_ok=True)
     rows = read_rows()
@@ -109,7 +102,7 @@ def journey(ranker: Ranker, place: Path, libraries: Path) -> dict[str, Any]:
     commands = [
         "loka-onnx init model.onnx rows.parquet",
         "loka-onnx run RUN.yaml",
-        "loka-onnx bundle serve runs/model/bundle --port 0",
+        f"loka-onnx bundle serve runs/{ranker.name}/bundle --port 0",
     ]
     said = {}
     environment = os.environ | {"LOKA_ONNX_CACHE": str(home / "cache"), "PYTHONPATH": str(Path.cwd())}
@@ -124,26 +117,15 @@ def journey(ranker: Ranker, place: Path, libraries: Path) -> dict[str, Any]:
         (home / f"{verb}.txt").write_text(done.stdout + done.stderr, encoding="utf-8")
         if done.returncode:
             return {"commands": commands, "failed": verb, "error": done.stderr[-2000:], "seconds": seconds}
-        if verb == "init":
-            edit(home / "RUN.yaml", EDITS.get(ranker.name, ()))
     difference, seconds["serve"] = served(home, commands[-1].split()[1:], environment)
     return {
         "commands": commands,
-        "edited_lines": [new for _, new in EDITS.get(ranker.name, ())],
+        "load": os.getloadavg()[1],
         "seconds": seconds,
         "inputs": len(built.inputs),
         "result": next(line for line in said["run"] if line.strip()),
         "served_difference": difference,
     }
-
-
-def edit(run_file: Path, edits: tuple[tuple[str, str], ...]) -> None:
-    """Replace lines, each of which must be there once."""
-    lines = run_file.read_text(encoding="utf-8").splitlines()
-    for holds, new in edits:
-        (at,) = [index for index, line in enumerate(lines) if holds in line]
-        lines[at] = new
-    run_file.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def served(home: Path, command: list[str], environment: dict[str, str]) -> tuple[float, float]:
@@ -206,7 +188,7 @@ def main() -> None:
     figures = {
         name: json.loads(path.read_text(encoding="utf-8")) for name, path in made.items() if path.exists()
     }
-    settings = {"rows": ROWS, "steps": STEPS, "batch": BATCH, "beside": f"load {os.getloadavg()[1]:.0f}"}
+    settings = {"rows": ROWS, "steps": STEPS, "batch": BATCH}
     write_record("first_hour", figures, settings)
 
 

@@ -3,8 +3,8 @@
     python -m benchmarks.public_rankers.sweep --cache DIRECTORY --results DIRECTORY [--splits 0 1 2 3 4]
 
 `--cache` is what `prepare` made. A run that has its JSON is not repeated. `--tree` runs another checkout of
-this project, for a comparison; `--at-once` runs several, each on a processor of its own;
-`benchmarks.public_rankers.table` prints the results.
+this project, for a comparison; `--at-once` runs several, each on a processor of its own; `--set` changes run
+files, as in ``plan.formats=[fp8,int8]``. `benchmarks.public_rankers.table` prints the results.
 """
 
 from __future__ import annotations
@@ -106,7 +106,10 @@ def figures_of(report: dict[str, Any]) -> dict[str, Any]:
     plans = {
         plan["id"]: {
             "share": plan["fp8_share"],
-            "fp8_sites": sum(1 for d in plan["decisions"] if d["precision"] == "fp8"),
+            **{
+                f"{precision}_sites": sum(1 for d in plan["decisions"] if d["precision"] == precision)
+                for precision in ("fp8", "int8")
+            },
         }
         for plan in report["plans"]["plans"]
     }
@@ -161,11 +164,12 @@ def _sweep_one(ranker: Ranker, seed: int, options: argparse.Namespace) -> str:
     """Run a ranker on a split, write its JSON, and return a line about it."""
     scratch = options.results / "runs"
     overrides = [f"plan.plans=[{','.join(options.plans)}]"] if options.plans else []
+    overrides += options.set
     # ONNX Runtime counts processors that it may not use.
     overrides += ["threads=1"] if options.at_once > 1 else []
     result = run_one(ranker, options.cache, seed, scratch, options.tree, overrides)
     result["products"] = products(ranker, options.cache)
-    result["plans_given"] = options.plans
+    result["plans_given"], result["set"] = options.plans, options.set
     target = options.results / f"{ranker.name}-{seed}.json"
     part = target.with_suffix(".part")
     part.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
@@ -188,6 +192,7 @@ def main() -> None:
     parser.add_argument("--splits", nargs="+", type=int, default=[0], help="seeds of splits, each a run")
     parser.add_argument("--rankers", nargs="+", default=[ranker.name for ranker in RANKERS])
     parser.add_argument("--plans", nargs="+", default=[], help="plans that compete, in place of all of them")
+    parser.add_argument("--set", nargs="+", default=[], help="of the run file, as key=value")
     parser.add_argument("--at-once", type=int, default=1, help="runs at a time; above 1, a processor each")
     options = parser.parse_args()
     options.results.mkdir(parents=True, exist_ok=True)

@@ -104,6 +104,27 @@ def int8_tables(record: Record) -> str:
     )
 
 
+def shared_users(record: Record) -> str:
+    """Speed of the request form, by the share of FLOPs that users alone decide."""
+    rows = [
+        (
+            model,
+            f"{held['shared_inputs']} of {held['inputs']}",
+            percent(held["share_of_flops"]),
+            ratio_and_range(held["times_faster"]),
+            f"{held['largest_change']:.1e}",
+        )
+        for model, held in record.figures.items()
+    ]
+    columns = ("model", "shared inputs", "FLOPs of layers on users", "times faster", "largest change")
+    users, candidates = (record.settings[name] for name in ("users", "candidates"))
+    return (
+        f"Requests of {users} users with {candidates} candidates each on one thread of a CPU, FP32: CPU time "
+        "of a call with a row for each candidate, over that of the request form (median, and range of the "
+        "rounds).\n\n" + table(columns, rows)
+    )
+
+
 def ratio_and_range(values: list[float]) -> str:
     """A median with the smallest and the largest."""
     middle, low, high = map(number, values)

@@ -208,6 +208,13 @@ ENTRIES = (
     Entry("peers*", PEERS, "FP8 by other tools{}", "benchmarks.peers.compare", peers.render),
     Entry("cpu_engines", PEERS, "INT8 on the CPU", "benchmarks.peers.cpu_engines", peers.cpu_engines),
     Entry(
+        "shared_users",
+        FLEET,
+        "A user's features once",
+        "benchmarks.micro.shared_users",
+        accuracy.shared_users,
+    ),
+    Entry(
         "int8_tables",
         ACCURACY,
         "Embedding tables in INT8",

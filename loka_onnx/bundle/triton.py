@@ -202,6 +202,8 @@ class _Plan:
         )
 
     def _form(self, entry: EngineEntry) -> Form | Refusal:
+        if entry.part is Part.REQUEST:
+            return Refusal("it takes users and candidates apart, and requests to Triton hold plain rows")
         name = f"{self._name(entry)}-dense" if entry.part is Part.DENSE else self._name(entry)
         try:
             form = form_of(self._source(entry, name))

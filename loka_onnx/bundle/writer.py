@@ -134,6 +134,7 @@ class BundleContents:
         report: Report files to ship, absolute or relative to the working directory.
         versions: Version of every library that took part.
         lookup: None where every engine is of the whole.
+        shared: Inputs that are equal within a request; engines may be in request form.
     """
 
     root: Path
@@ -149,6 +150,7 @@ class BundleContents:
     lineage: tuple[StageRecord, ...]
     versions: dict[str, str]
     lookup: BundleLookup | None = None
+    shared: tuple[str, ...] = ()
 
 
 def write_bundle(contents: BundleContents, directory: Path, *, key: Path | None = None) -> Path:
@@ -329,6 +331,7 @@ def _write_files(contents: BundleContents, sample: ArrayMap, stage: _Stage) -> M
         versions=contents.versions,
         files=tuple(stage.files[path] for path in sorted(stage.files)),
         cut=cut,
+        shared=contents.shared,
     )
 
 

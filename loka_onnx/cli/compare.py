@@ -13,13 +13,13 @@ from rich.console import Console
 
 from loka_onnx.cli.outcome import shown
 from loka_onnx.cli.progress import reported
-from loka_onnx.cli.terminal import terminal_of
+from loka_onnx.cli.terminal import print_words, terminal_of
 from loka_onnx.core import serde
 from loka_onnx.core.artifact import OutputKind
 from loka_onnx.errors import BudgetMissed, ConfigError, EngineError
 from loka_onnx.operations.compare.bundles import diff_bundles
 from loka_onnx.operations.compare.deployments import CompareOptions, compare
-from loka_onnx.operations.compare.difference import Difference, print_difference, write_difference
+from loka_onnx.operations.compare.difference import Difference, lines, screen_lines, write_difference
 from loka_onnx.operations.compare.rows import ONLY, RowOptions
 from loka_onnx.operations.compare.runs import compare_runs as between_runs
 from loka_onnx.operations.compare.sides import Opening
@@ -129,7 +129,8 @@ def _print(out: Console, difference: Difference, form: Format, *, screen: bool =
     if form is Format.JSON:
         out.out(serde.dumps(difference), end="")
     else:
-        print_difference(out, difference, screen=screen)
+        for line in screen_lines(difference) if screen else lines(difference):
+            print_words(out, line)
 
 
 def compare_runs(
@@ -156,7 +157,7 @@ def compare_runs(
     terminal = terminal_of(context)
     difference = between_runs(old, new)
     files = write_difference(difference, out)
-    print_difference(terminal.out, difference, screen=True)
+    _print(terminal.out, difference, Format.TEXT, screen=True)
     for path in files:
         terminal.say(("wrote ", "bold"), shown(path))
     if exit_code and difference.is_different:

@@ -24,7 +24,7 @@ from rich.text import Text
 from loka_onnx.bundle.inspection import layout
 from loka_onnx.cli.progress import reported
 from loka_onnx.cli.run import Overrides, read_run_file
-from loka_onnx.cli.terminal import terminal_of
+from loka_onnx.cli.terminal import print_words, terminal_of
 from loka_onnx.config import RunConfig
 from loka_onnx.core.artifact import TensorSpec
 from loka_onnx.core.backends import backend_names
@@ -33,10 +33,7 @@ from loka_onnx.engines.base import Availability
 from loka_onnx.engines.registry import get_backend
 from loka_onnx.errors import LokaError, MissingPackage
 from loka_onnx.export.onnx_model import BECOME_SITES
-from loka_onnx.export.preflight import Batches, preflight
 from loka_onnx.graph.entry import canonicalize
-from loka_onnx.graph.id_bounds import id_bounds
-from loka_onnx.graph.model import GraphModel
 from loka_onnx.graph.products import other_products
 from loka_onnx.graph.shape_values import tensor_spec
 from loka_onnx.graph.sites import find_sites
@@ -45,14 +42,14 @@ from loka_onnx.pipeline.context import RunSettings
 from loka_onnx.pipeline.directory import RunDirectory
 from loka_onnx.pipeline.outlook import Outlook, duration
 from loka_onnx.pipeline.plans import buildable
-from loka_onnx.pipeline.rows import bind_columns, generated_rows
-from loka_onnx.pipeline.survival import find_fatal_batch
+from loka_onnx.pipeline.rows import bind_columns
+from loka_onnx.pipeline.survival import try_generated
 from loka_onnx.sessions.backends import BackendSpec, get_spec
 from loka_onnx.sessions.cuda import list_cuda_devices
 from loka_onnx.sessions.host_devices import integer_instructions
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
 
-Specs = tuple[TensorSpec, ...]
+_LONGEST = len("onnxruntime_tensorrt")
 _ROWS = 256
 """Generated rows that a model is run on."""
 
@@ -172,7 +169,8 @@ def describe_model(path: Path) -> ModelFacts:
         problems.append(f"{error.what}: {error.evidence}")
     if not problems:
         # Rows cannot be generated for inputs that have a problem of their own.
-        problems += _problems_with_rows(path, graph, inputs, outputs)
+        findings = try_generated(path, graph, 1, _ROWS)
+        problems += [f"{finding.operator} {finding.what}: {finding.evidence}" for finding in findings]
     return ModelFacts(
         path=str(path),
         producer=canonical.producer,
@@ -183,16 +181,6 @@ def describe_model(path: Path) -> ModelFacts:
         fp8_able=sum(site.is_fp8_able for site in sites),
         problems=tuple(problems),
     )
-
-
-def _problems_with_rows(path: Path, graph: GraphModel, inputs: Specs, outputs: Specs) -> list[str]:
-    """Run preflight on generated rows and return its findings; ids of unknown tables are all 0."""
-    bindings = bind_columns({}, inputs, id_bounds(graph))
-    batches = Batches(generated_rows(inputs, bindings, _ROWS), are_generated=True)
-    fatal = find_fatal_batch(path, other_products(graph), batches)
-    names = [spec.name for spec in outputs if spec.shape[:1] == (None,)]
-    findings = preflight(graph, batches, names) if fatal is None else (fatal,)
-    return [f"{finding.operator} {finding.what}: {finding.evidence}" for finding in findings]
 
 
 def _problems_of(spec: TensorSpec) -> Iterator[str]:
@@ -281,7 +269,7 @@ def doctor(
         terminal.out.out(json.dumps(asdict(found), indent=2))
         return
     for line in _run(found) if isinstance(found, RunFacts) else _lines(found):
-        terminal.out.print(line, soft_wrap=True)
+        print_words(terminal.out, line)
 
 
 def _run(facts: RunFacts) -> Iterator[Text]:
@@ -345,7 +333,7 @@ def _heading(text: str) -> Text:
 
 def _entry(name: str, version: str, what: str, *, is_good: bool, is_partial: bool = False) -> Text:
     mark = ("✓", "green") if is_good else ("~", "yellow") if is_partial else ("✗", "red")
-    return Text.assemble("  ", mark, f" {name:<13} {version or 'missing':<12} {what}")
+    return Text.assemble("  ", mark, f" {name:<{_LONGEST}} {version or 'missing':<12} {what}")
 
 
 def _note(text: str) -> Text:

@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from loka_onnx.cli.terminal import terminal_of
+from loka_onnx.cli.outcome import shown
+from loka_onnx.cli.terminal import print_words, terminal_of
 from loka_onnx.core import serde
 from loka_onnx.errors import ConfigError
 
@@ -46,6 +47,8 @@ def init(  # noqa: PLR0913, PLR0917 - typer reads one parameter for each option
     terminal.out.print(Text(f'{output}: {len(proposal.matches)} inputs, {checks} lines say "check this"'))
     for match in proposal.unmatched:
         near = ", ".join(match.candidates) or "none of its type and width"
-        terminal.out.print(Text(f"  no column for input '{match.input}'; candidates: {near}"), soft_wrap=True)
+        print_words(terminal.out, Text(f"  no column for input '{match.input}'; candidates: {near}"))
     following = "fill in what is missing, then" if proposal.unmatched else "next:"
+    place = home / "runs" / proposal.document["name"]
     terminal.out.print(Text(f"{following} loka-onnx run {output}"), soft_wrap=True)
+    terminal.out.print(Text(f"report and bundle will be in {shown(place)}"), soft_wrap=True)

@@ -11,7 +11,7 @@ from typing import Any
 from rich.padding import Padding
 from rich.text import Text
 
-from loka_onnx.cli.terminal import Terminal
+from loka_onnx.cli.terminal import Terminal, print_words
 from loka_onnx.core.engine import BuildStatus, EngineArtifact
 from loka_onnx.core.evaluation import BudgetStatus
 from loka_onnx.errors import BudgetMissed
@@ -30,16 +30,15 @@ def print_outcome(terminal: Terminal, result: RunResult) -> None:
     out, data = terminal.out, result.report
     if data is None:
         return
-    # soft_wrap: a path or id that is cut at the margin cannot be copied.
     out.print()
     for line in _chosen(data):
-        out.print(line, soft_wrap=isinstance(line, Text))
+        print_words(out, line) if isinstance(line, Text) else out.print(line)
     for target in measured_targets(data):
         out.print()
         out.print(summary_table(data, target, SPLIT))
     out.print()
     for line in (*_undecided(data), *_harmed_slices(data), *_not_built(result, data)):
-        out.print(line, soft_wrap=True)
+        print_words(out, line)
     for path in result.report_files:
         if path.suffix == ".html":
             terminal.say(("report ", "bold"), shown(path))

@@ -24,9 +24,10 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from rich.table import Column
+from rich.text import Text
 
 from loka_onnx.cli.log_lines import Event
-from loka_onnx.cli.terminal import Terminal
+from loka_onnx.cli.terminal import Terminal, print_words
 from loka_onnx.core.progress import Progress as WorkProgress
 from loka_onnx.pipeline.directory import Outcome
 from loka_onnx.pipeline.outlook import Outlook
@@ -90,7 +91,7 @@ class StageReporter:
             if self._log is not None:
                 self._log.write(Event.MESSAGE, message=line, logger="loka_onnx")
             else:
-                self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+                print_words(self._console, Text(line))
 
     def on_stages(self, stages: Sequence[str]) -> None:
         """These stages are to come, in this order; some may turn out to be unnecessary."""
@@ -110,7 +111,7 @@ class StageReporter:
                 took = f"{outcome.seconds:.1f} s" if outcome.seconds >= QUICK_SECONDS else "< 0.1 s"
                 took = "[dim]reused[/dim]" if outcome.reused else took
                 text = f"[green]✓[/green] {escape(stage):<14} {took}{escape(because)}"
-                self._console.print(text, soft_wrap=True)
+                print_words(self._console, Text.from_markup(text))
 
     def progress(self, task: str, done: int, total: int) -> None:
         """`done` of `total` units of a task of the running stage are finished."""

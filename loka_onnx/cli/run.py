@@ -12,7 +12,7 @@ from rich.text import Text
 
 from loka_onnx.cli.outcome import check_fp8, outcome_json, print_outcome
 from loka_onnx.cli.progress import StageReporter
-from loka_onnx.cli.terminal import Terminal, terminal_of
+from loka_onnx.cli.terminal import Terminal, print_words, terminal_of
 from loka_onnx.config import RunConfig, load_run_file, parse_overrides
 from loka_onnx.errors import ConfigError
 from loka_onnx.pipeline.run import RunOptions, RunResult
@@ -87,7 +87,7 @@ def _proposed(terminal: Terminal, model: Path, data: Path, overrides: dict[str, 
     proposal = propose(model, data, home=Path.cwd())
     config = proposed_config(proposal, f"{model} {data}", overrides)
     for line in proposal.guesses:
-        terminal.err.print(Text(line), soft_wrap=True)
+        print_words(terminal.err, Text(line))
     return config
 
 

@@ -36,6 +36,21 @@ class Terminal:
         self.out.print(Text.assemble(*parts), soft_wrap=True)
 
 
+def print_words(console: Console, line: Text) -> None:
+    """Print a line, wrapped at words on a terminal and indented below its first ones.
+
+    It is whole in a pipe, and where a word, such as a path to copy, is longer than the terminal is wide.
+    """
+    indent = len(line.plain) - len(line.plain.lstrip()) + 2
+    width = console.width - indent
+    is_whole = not console.is_terminal or "\n" in line.plain
+    if is_whole or max(map(len, line.plain.split()), default=0) > width:
+        console.print(line, soft_wrap=True)
+        return
+    for number, part in enumerate(line.wrap(console, width)):
+        console.print(Text.assemble(" " * indent if number else "", part), soft_wrap=True)
+
+
 def terminal_of(context: typer.Context) -> Terminal:
     """The terminal that the global options set up."""
     return context.find_object(Terminal) or Terminal.open()

@@ -128,6 +128,15 @@ class SplitConfig(Strict):
         return self
 
 
+class RequestConfig(Strict):
+    """A request of one user and many candidates."""
+
+    column: Text = Field(description="column of the request's id; rows that share it are one request")
+    inputs: Annotated[tuple[Text, ...], EACH_ONCE, Field(min_length=1)] = Field(
+        description="graph inputs that are equal within a request, as those of the user are"
+    )
+
+
 class DataConfig(Strict):
     """Where the rows come from: three files, or one with a rule that divides it."""
 
@@ -143,6 +152,11 @@ class DataConfig(Strict):
     )
     group: Text | None = Field(
         None, description="column whose equal values belong together (a request, a user)"
+    )
+    request: RequestConfig | None = Field(
+        None,
+        description="inputs that are equal within a request: engines of ONNX Runtime on the CPU compute what "
+        "depends on these alone once for each user; null where a row is a request of its own",
     )
     null_groups: NullGroups = Field(
         NullGroups.REFUSE,

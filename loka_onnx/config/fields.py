@@ -21,7 +21,7 @@ from pydantic_core import PydanticCustomError
 
 from loka_onnx.core.backends import backend_names
 from loka_onnx.core.formats import FORMATS, NumberFormat, Precision
-from loka_onnx.core.plan import quantized_precision
+from loka_onnx.core.plan import quantized_precisions
 from loka_onnx.core.serde import MOST_NAME_BYTES, MOST_PATH_BYTES
 
 FAULT = "loka_fault"
@@ -126,16 +126,20 @@ class PlanId(StrEnum):
     FP32 = "fp32"
     BF16 = "bf16"
     FP16 = "fp16"
+    UNTOUCHED = "untouched"
+    """The exported model without mods and fusions, in FP16 where it fits, else in BF16."""
     FP8_ALL = "fp8-all"
     FP8_SAFE = "fp8-safe"
     FP8_FAST = "fp8-fast"
     INT8_ALL = "int8-all"
     INT8_SAFE = "int8-safe"
+    INT8_FAST = "int8-fast"
+    MIXED = "mixed"
 
     @property
-    def quantized(self) -> Precision | None:
-        """FP8 or INT8, of which its quantized sites are; None without any."""
-        return quantized_precision(self)
+    def precisions(self) -> tuple[Precision, ...]:
+        """FP8, INT8 or both, in which its quantized sites may run; none in high precision."""
+        return quantized_precisions(self)
 
 
 class Executor(StrEnum):

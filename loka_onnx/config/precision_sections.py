@@ -154,14 +154,16 @@ class PlanConfig(Strict):
     )
     timings: ResolvedPath | None = Field(
         None,
-        description="database of kernel times (`loka-onnx tune`) that the plan fp8-fast is made by, beside "
+        description="database of kernel times (`loka-onnx tune`) that fast plans are made by, beside "
         "the one in the run directory and the times that are shipped; null for these alone",
     )
     plans: Annotated[tuple[PlanId, ...], EACH_ONCE] | None = Field(
         None,
-        description="plans that are built and compete: fp32, bf16, fp16, fp8-all, fp8-safe, fp8-fast, "
-        "int8-all, int8-safe; null for fp32, bf16, -all and -safe of each of `formats`, with fp16 where a "
-        "backend of a target can run it, and fp8-fast where kernel times of a target are known",
+        description="plans that are built and compete: fp32, bf16, fp16, untouched, fp8-all, fp8-safe, "
+        "fp8-fast, int8-all, int8-safe, int8-fast, mixed (each site in the one of fp8 and int8 that suits "
+        "it); null for fp32, bf16, -all and -safe of each of `formats`, with fp16 where a backend of a "
+        "target can run it, untouched where one is inductor on a GPU, -fast where kernel times of a target "
+        "are known, and mixed where a backend multiplies both `formats`",
     )
 
     @model_validator(mode="after")
@@ -175,12 +177,13 @@ class PlanConfig(Strict):
                     remedy="remove it from one of the two",
                 )
         for index, plan in enumerate(self.plans or ()):
-            if self.formats and plan.quantized not in {None, *self.formats}:
+            missing = [p for p in plan.precisions if self.formats and p not in self.formats]
+            if self.formats and missing:
                 raise fault(
-                    f"the plan '{plan}' needs {plan.quantized} in `formats`",
+                    f"the plan '{plan}' needs {' and '.join(missing)} in `formats`",
                     at=("plans", index),
                     evidence=f"`formats` is [{', '.join(self.formats)}]",
-                    remedy=f"add {plan.quantized} to it, or remove the plan",
+                    remedy=f"add {' and '.join(missing)} to it, or remove the plan",
                 )
         if self.plans is not None and PlanId.FP32 not in self.plans:
             raise fault(

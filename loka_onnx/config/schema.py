@@ -235,6 +235,13 @@ class RunConfig(Strict):
     def _distinct(self, info: ValidationInfo) -> Self:
         _refuse_repeats([output.name for output in self.outputs], "outputs", "name")
         _refuse_repeats([target.device for target in self.targets], "targets", "device")
+        if self.data.request is not None and self.model.split_sparse:
+            raise fault(
+                "`data.request` and `model.split_sparse` exclude each other",
+                at=("data", "request"),
+                evidence="a model that is cut at its embeddings takes looked-up rows of candidates",
+                remedy="remove one of them",
+            )
         self._directory = Path((info.context or {}).get("directory", Path())).absolute()
         return self
 
@@ -270,6 +277,9 @@ class RunConfig(Strict):
             named += [(output.label, f"outputs[{index}].label"), (output.weight, f"outputs[{index}].weight")]
         named.append((self.data.group, "data.group"))
         named += [(name, "data.slices") for name in self.data.slices]
+        named.append(
+            (self.data.request.column if self.data.request is not None else None, "data.request.column")
+        )
         named.append((self.data.split.column if self.data.split is not None else None, "data.split.column"))
         return {name: key for name, key in reversed(named) if name is not None}
 

@@ -74,6 +74,15 @@ class PairedDifference:
         return KL_NAME if self.delta_ne is None else DELTA_NE_NAME
 
 
+@dataclass(frozen=True)
+class CalibrationBin:
+    """Rows whose predictions are neighbours: mean prediction and mean label, with the weights of the rows."""
+
+    rows: int
+    predicted: float
+    observed: float
+
+
 LEAST_UNITS = 100
 """Groups, or rows, that an interval takes to be trusted: with 30 one of 95 % covers 91 to 94 %."""
 MOST_TIMES = 100
@@ -177,6 +186,8 @@ class OutputEvaluation:
             when the spread is unknown, or when even `MOST_TIMES` as many rows would not decide.
         slices: The difference on each slice, the surest harm first (falling lower end), then those that are
             not judged. They do not enter `budget_status`; `slices_left_out` counts omitted values by column.
+        calibration: Bins of equally many rows by its own predictions, ascending; only of certification, and
+            with labels. `drift` are quantiles there of the change of the score, ``99 %`` and so on.
         because: Reason other than the budget that keeps `budget_status` from ``within``.
         remarks: Why a guard or the basis does, and cautions on the intervals; sentences without full stop.
     """
@@ -190,6 +201,8 @@ class OutputEvaluation:
     rows_to_decide: int | None
     slices: tuple[SliceDifference, ...] = ()
     slices_left_out: dict[str, int] = field(default_factory=dict)
+    calibration: tuple[CalibrationBin, ...] = ()
+    drift: dict[str, float] = field(default_factory=dict)
     because: tuple[Because, ...] = ()
     guards: tuple[Guard, ...] = ()
     basis: Basis | None = None
@@ -242,7 +255,9 @@ class Latency:
         device: Device as its driver names it, ``cpu`` for the processor.
         counts_for_choice: False for a simulation, or another device of the architecture.
         lookup_p50_us: Median of the lookup in ONNX Runtime on the CPU, not in other figures; None for ids.
+        host_load: Largest load average of the measuring host's last minute over its cores; None if unknown.
         loads_us: Median of each load; the i-th loads of engines timed in turns were timed together.
+        least_us: Least time of a request in each load, by which engines are compared (`planning.speed`).
         job: Build job that timed it; empty where the run did, in turns with all engines of the target.
     """
 
@@ -254,9 +269,11 @@ class Latency:
     device: str
     counts_for_choice: bool
     lookup_p50_us: float | None = None
+    host_load: float | None = None
     loads_us: tuple[float, ...] = ()
     inputs: InputPlace = InputPlace.HOST
     job: str = ""
+    least_us: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -304,12 +321,13 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class EvaluationSet:
-    """Every evaluation of a run."""
+    """Every evaluation of a run, and the day of the first of them (UTC, ``2026-11-27``)."""
 
-    SCHEMA: ClassVar[str] = "evaluations/5"
+    SCHEMA: ClassVar[str] = "evaluations/6"
     __pydantic_config__ = STRICT
 
     evaluations: tuple[Evaluation, ...]
+    date: str = ""
 
     def of(self, engine: str, split: str) -> Evaluation:
         """Return the evaluation of an engine on a split."""

@@ -7,13 +7,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import accumulate
-from typing import ClassVar
+from operator import not_
+from typing import Annotated, ClassVar
+
+from pydantic import Field
 
 from loka_onnx.core.artifact import OutputSpec, TensorSpec
 from loka_onnx.core.digests import UNSEALED, digest_json
 from loka_onnx.core.evaluation import Choice, Evaluation
 from loka_onnx.core.lineage import StageRecord
-from loka_onnx.core.rewrite import Part
+from loka_onnx.core.rewrite import INDEX, Part
 from loka_onnx.core.serde import STRICT
 
 MANIFEST_NAME = "manifest.json"
@@ -97,7 +100,7 @@ class EngineEntry:
         tolerance: Largest absolute difference from the sample's expected outputs in the self-test, by output.
         evaluation: Measured accuracy and latency; None when it was not measured.
         part: ``whole`` where it takes the inputs of the manifest, ``dense`` where it takes passed and
-            looked-up inputs (`Manifest.inputs_of`).
+            looked-up inputs, ``request`` where it takes users and candidates (`Manifest.inputs_of`).
         requires: Libraries and drivers that the host must have, beside a device of the architecture.
     """
 
@@ -149,6 +152,7 @@ class Manifest:
         versions: Version of every library that took part.
         files: Every other file of the bundle, sorted by path; `MAX_FILES` at most.
         cut: Cut at the embeddings; None where every engine is of the whole.
+        shared: Inputs that are equal within a request; empty where requests hold a row for each candidate.
         seal: SHA-256 of the manifest's bytes with these digits as zeros (`core.digests`). It covers the
             digests of all files, so it names the content of the whole bundle.
     """
@@ -172,6 +176,7 @@ class Manifest:
     versions: dict[str, str]
     files: tuple[BundleFile, ...]
     cut: SparseCut | None = None
+    shared: Annotated[tuple[str, ...], Field(exclude_if=not_)] = ()
     seal: str = UNSEALED
 
     @property
@@ -197,9 +202,11 @@ class Manifest:
         raise KeyError(path)
 
     def inputs_of(self, part: Part) -> tuple[TensorSpec, ...]:
-        """Return the inputs of an engine of the whole, or of the dense part (`KeyError` without a cut)."""
+        """Return the inputs of a part's engines; `KeyError` for the dense part without a cut."""
         if part is Part.WHOLE:
             return self.inputs
+        if part is Part.REQUEST:
+            return (*self.inputs, TensorSpec(INDEX, "int64", (None,)))
         if self.cut is None:
             raise KeyError(part)
         passed = set(self.cut.passed)

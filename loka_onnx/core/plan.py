@@ -27,26 +27,35 @@ class Verdict(StrEnum):
 
 
 class SpeedVerdict(StrEnum):
-    """Speed verdict of FP8 at a site, on a named device."""
+    """Speed verdict of FP8 or INT8 at a site, on a named device."""
 
     FAST = "fast"
-    """FP8 saves time, with the quantize step counted once for all sites of the tensor."""
+    """It saves time, with the quantize step counted once for all sites of the tensor."""
     SLOW = "slow"
     UNKNOWN = "not known"
     """No kernel of such a product was timed on the device."""
 
 
-def quantized_precision(plan_id: str) -> Precision | None:
-    """FP8 or INT8, by the id of a plan: its first word. None of a plan in high precision."""
-    word = plan_id.partition("-")[0]
-    return Precision(word) if word in {Precision.FP8, Precision.INT8} else None
+EIGHT_BITS = (Precision.FP8, Precision.INT8)
+MIXED = "mixed"
+"""Kind of the plan whose sites run in the one or the other."""
+
+
+def kind_of(plan_id: str) -> str:
+    """Return the first word of the id of a plan: ``fp8``, ``int8`` or ``mixed``, or the base."""
+    return plan_id.partition("-")[0]
+
+
+def quantized_precisions(plan_id: str) -> tuple[Precision, ...]:
+    """FP8 or INT8, by the kind of a plan; both of `MIXED`, none of a plan in high precision."""
+    return tuple(precision for precision in EIGHT_BITS if kind_of(plan_id) in {precision, MIXED})
 
 
 @dataclass(frozen=True)
 class SiteSpeed:
-    """Time that FP8 saves at one site on one device (by its name in run files), before building.
+    """Time that a precision saves at one site on one device (by its name in run files), before building.
 
-    By batch size, microseconds: `saved_us` is the time of the product in the base precision less that in FP8,
+    By batch size, microseconds: `saved_us` is the time of the product in the base precision less that in it,
     without the quantize step (empty where unknown); `quantize_us` that of the quantize step, which sites of
     one tensor share, 0 where the kernel in front quantizes. `is_measured` if every time was measured at this
     very shape. `made_by` is a site whose kernel makes the tensor, and quantizes it freely if it runs in FP8
@@ -62,6 +71,7 @@ class SiteSpeed:
     is_measured: bool
     reason: str
     made_by: str = ""
+    precision: Precision = Precision.FP8
 
 
 class Protection(StrEnum):
@@ -119,8 +129,8 @@ class PrecisionPlan:
     """One precision assignment of the whole model.
 
     Attributes:
-        id: ``fp32``, ``bf16``, ``fp16``, ``fp8-`` or ``int8-`` with ``all`` or ``safe``, ``fp8-fast`` or a
-            numbered refinement.
+        id: ``fp32``, ``bf16``, ``fp16``, ``untouched``, ``fp8-`` or ``int8-`` with ``all``, ``safe`` or
+            ``fast``, ``mixed`` or a numbered refinement.
         model_digest: Digest of the model that it is for.
         base: Precision outside the quantized sites; `base_reason` says why, where the profile chose it.
         predicted_kl: Sum of the chosen sites' KL relative to the loss, per output, predicted from
@@ -136,6 +146,8 @@ class PrecisionPlan:
             of a plan with the same ones only.
         instead_of: Plan that was selected and missed on certification, of which this one has fewer sites in
             FP8; empty for one that competes.
+        untouched: Whether it is for the exported model before mods, which a backend compiles without fusions
+            of this project (`engines.base.Backend.untouched`).
     """
 
     SCHEMA: ClassVar[str] = "plan/4"
@@ -153,6 +165,7 @@ class PrecisionPlan:
     predicted_us: dict[str, dict[str, float]] = field(default_factory=dict)
     breaks_up: dict[str, dict[str, str]] = field(default_factory=dict)
     instead_of: str = ""
+    untouched: Annotated[bool, Field(exclude_if=not_)] = False
 
     @property
     def quantized_sites(self) -> tuple[str, ...]:
@@ -160,9 +173,22 @@ class PrecisionPlan:
         return tuple(d.site for d in self.decisions if d.precision.is_quantized)
 
     @property
-    def quantized(self) -> Precision | None:
-        """FP8 or INT8, in which its quantized sites run; None without any."""
-        return next((d.precision for d in self.decisions if d.precision.is_quantized), None)
+    def precisions(self) -> tuple[Precision, ...]:
+        """FP8 and INT8, as far as its quantized sites run in them."""
+        used = {d.precision for d in self.decisions}
+        return tuple(precision for precision in EIGHT_BITS if precision in used)
+
+    @property
+    def kind(self) -> str:
+        """``fp8``, ``int8`` or ``mixed``, by `precisions`; empty without any."""
+        known = self.precisions
+        return MIXED if len(known) > 1 else "".join(known)
+
+    @property
+    def formats(self) -> dict[str, Precision]:
+        """FP8 or INT8 of each site, of one in high precision the first of the plan; empty without any."""
+        known = self.precisions
+        return {d.site: d.precision if d.precision in known else known[0] for d in self.decisions if known}
 
     @property
     def fp8_sites(self) -> tuple[str, ...]:
@@ -219,7 +245,7 @@ class PlanSet(Tabular):
     @property
     def quantized(self) -> str:
         """``FP8``, ``INT8`` or ``FP8 or INT8``: precisions of quantized sites; ``FP8`` without any."""
-        known = dict.fromkeys(filter(None, (quantized_precision(plan.id) for plan in self.plans)))
+        known = dict.fromkeys(p for plan in self.plans for p in quantized_precisions(plan.id))
         return " or ".join(precision.upper() for precision in known or (Precision.FP8,))
 
     def plan(self, plan_id: str) -> PrecisionPlan:
@@ -266,9 +292,9 @@ class Climb:
 
 @dataclass(frozen=True)
 class Climbs:
-    """The climbed ladders, each by the precision of its sites."""
+    """The climbed ladders, each by the `kind_of` its plan."""
 
-    SCHEMA: ClassVar[str] = "climbs/1"
+    SCHEMA: ClassVar[str] = "climbs/2"
     __pydantic_config__ = STRICT
 
-    by_precision: dict[Precision, Climb] = field(default_factory=dict)
+    by_kind: dict[str, Climb] = field(default_factory=dict)

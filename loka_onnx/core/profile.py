@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import sqrt
@@ -336,10 +336,15 @@ class Profile(Tabular):
         known = (precision_of(item.recipe) for entry in self.sites for item in entry.sensitivities)
         return tuple(dict.fromkeys(each for each in known if each is not None))
 
-    def of(self, precision: Precision) -> Profile:
-        """Return the profile without the errors and effects of products in other precisions."""
-        groups = tuple(group for group in self.groups if group.precision is precision)
-        return replace(self, sites=tuple(entry.of(precision) for entry in self.sites), groups=groups)
+    def of(self, precision: Precision | Mapping[str, Precision]) -> Profile:
+        """Return the profile without the errors and effects of products in other precisions.
+
+        The precision may be given for each site; one without any keeps everything.
+        """
+        known = precision if isinstance(precision, Mapping) else dict.fromkeys(self._by_name, precision)
+        groups = tuple(g for g in self.groups if all(known.get(site) is g.precision for site in g.sites))
+        sites = tuple(e.of(known[e.site]) if e.site in known else e for e in self.sites)
+        return replace(self, sites=sites, groups=groups)
 
     def site(self, name: str) -> SiteProfile:
         """Return the entry of that site."""

@@ -93,6 +93,45 @@ class Part(StrEnum):
     """Takes the model's own inputs, ids included."""
     DENSE = "dense"
     """Takes numeric inputs and rows looked up by a lookup model or a parameter server."""
+    REQUEST = "request"
+    """Takes a row for each user, a row for each candidate, and `INDEX`."""
+
+
+INDEX = "user_of_candidate"
+"""Input of an engine in request form: the user's row of each candidate, (candidates,) int64."""
+
+
+@dataclass(frozen=True)
+class SharedUsers:
+    """The request form of a model whose `inputs` are equal within a request (`model/request.json`).
+
+    Attributes:
+        record: What was rewritten, or why nothing was.
+        times_us: Median time of a request in FP32 in ONNX Runtime on the CPU: a row for each candidate, and
+            the request form; empty where it was not timed.
+    """
+
+    SCHEMA: ClassVar[str] = "request/1"
+    __pydantic_config__ = STRICT
+
+    inputs: tuple[str, ...]
+    record: RewriteRecord
+    times_us: tuple[float, ...] = ()
+
+    @property
+    def is_used(self) -> bool:
+        """True if engines take requests in this form, as far as their backends do."""
+        return bool(self.record.applied)
+
+    @property
+    def note(self) -> str:
+        """Note for readers of the report."""
+        names, reasons = ", ".join(self.inputs), "; ".join(each.reason for each in self.record.declined)
+        times = " to ".join(f"{each:.0f}" for each in self.times_us) or "not timed"
+        what = f"once for each user; other engines do for each candidate. In FP32, µs: {times}"
+        if not self.is_used:
+            what = f"for each candidate: {reasons}"
+        return f"Engines of ONNX Runtime on the CPU compute what depends on {names} alone {what}."
 
 
 @dataclass(frozen=True)

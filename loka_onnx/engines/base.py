@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import ClassVar
 
 from loka_onnx.core import serde
@@ -64,6 +65,9 @@ class Backend(ABC):
     """Its declaration."""
     options: ClassVar[Mapping[str, range]] = {}
     """Settings of `BuildRequest.options`, and their ranges."""
+    untouched: ClassVar[Mapping[str, int]] = MappingProxyType({})
+    """Settings that compile a plan of the exported model without fusions of this project; empty where the
+    backend builds no such plan."""
     times_kernels: ClassVar[bool] = False
     """True if `compile` times kernels on the device, for which it gets the device alone."""
 

@@ -19,12 +19,14 @@ import shutil
 import socket
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
+from threading import Lock
 from typing import Any, ClassVar
 
 import psutil
@@ -48,6 +50,8 @@ STALE_SECONDS = 86_400.0
 """Age at which such a directory of another machine counts as abandoned."""
 _ELSEWHERE = {"model", "sample", "output", "relative_to", "limits", "target", "plan"}
 """Fields of a request that are not in the key, or in another form."""
+_BUILDING = defaultdict[str, Lock](Lock)
+"""Held while an engine of a key is built in this process."""
 _CODE = ("engines", "sessions", "graph")
 """Packages of this project whose code determines an engine and its reading."""
 
@@ -110,15 +114,17 @@ class EngineCache:
             return backend.build(request)
         key = cache_key(backend, request)
         trouble = ""
-        try:
-            cached = self._take(key, request)
-        except OSError as error:
-            cached, trouble = None, self._failed("be read", error)
-        if cached is not None:
-            return cached
-        built = backend.build(request)
-        if built.is_built and not trouble:
-            trouble = self._keep(key, built, request)
+        # Plans of one run may lead to the same engine: the second waits for the first.
+        with _BUILDING[key]:
+            try:
+                cached = self._take(key, request)
+            except OSError as error:
+                cached, trouble = None, self._failed("be read", error)
+            if cached is not None:
+                return cached
+            built = backend.build(request)
+            if built.is_built and not trouble:
+                trouble = self._keep(key, built, request)
         return replace(built, detail="; ".join(filter(None, (built.detail, trouble)))) if trouble else built
 
     def _failed(self, what: str, error: Exception) -> str:

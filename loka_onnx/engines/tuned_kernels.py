@@ -1,9 +1,9 @@
 """Kernels that are timed, and their operands.
 
 They are those of the ``inductor`` backend's engines: `torch.matmul` in BF16, `torch._scaled_mm` in FP8
-(cuBLASLt on NVIDIA, hipBLASLt on AMD; `simulated_mm` on the CPU), and the cast of an activation to FP8. Work
-that an engine does once at build time is not timed: rounding weights, making K contiguous, and shaping scales
-for the library.
+(cuBLASLt on NVIDIA, hipBLASLt on AMD), `torch._int_mm` in INT8 with the scaling of its sums (both
+`simulated_mm` on the CPU), and the cast of an activation to either. Work that an engine does once at build
+time is not timed: rounding weights, making K contiguous, and shaping scales for the library.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from loka_onnx.core.devices import CPU
-from loka_onnx.core.formats import E4M3FN, E4M3FNUZ, Precision
+from loka_onnx.core.formats import E4M3FN, E4M3FNUZ, INT8, NumberFormat, Precision
 from loka_onnx.core.recipe import Granularity
 from loka_onnx.core.timing import QUANTIZE, Kernel, Shape
 
@@ -28,6 +28,10 @@ if TYPE_CHECKING:
 BACKEND, ROW_WISE, FAST = "inductor", "scaled_mm-row_wise", "-fast"
 """Backend whose kernels are timed; product with scales (M, 1) and (1, N); suffix of kernels that may sum in
 fewer bits than FP32 (``use_fast_accum``)."""
+INTEGER = "int_mm"
+"""INT8 product with scales (1, N)."""
+LEAST_ROWS = 16
+"""`torch._int_mm` takes more rows than this."""
 CACHE_BYTES, SMALL_BYTES = 64 << 20, 1 << 20
 """Larger than a GPU's L2 cache (50 MB on an H100); weight that loads in a fraction of a microsecond."""
 
@@ -75,7 +79,7 @@ def calls_in_turn(least: int, copies: int) -> int:
 
 
 def kernels_of(device: str) -> tuple[Kernel, ...]:
-    """Kernels that are timed on a device (as run files name it); the quantize step is last."""
+    """Kernels that are timed on a device (as run files name it); the quantize steps are last."""
     # The CPU always sums in FP32.
     endings = ("",) if device == CPU else ("", FAST)
     float8 = (
@@ -84,26 +88,27 @@ def kernels_of(device: str) -> tuple[Kernel, ...]:
         for ending in endings
     )
     wide = Kernel(device, BACKEND, "mm", Precision.BF16)
-    return (wide, *float8, Kernel(device, BACKEND, QUANTIZE, Precision.FP8))
+    integer = Kernel(device, BACKEND, INTEGER, Precision.INT8, Granularity.PER_CHANNEL)
+    casts = (Kernel(device, BACKEND, QUANTIZE, precision) for precision in (Precision.INT8, Precision.FP8))
+    return (wide, *float8, integer, *casts)
 
 
 def turns_of(kernel: Kernel, shape: Shape, torch_device: str) -> int:
     """Calls until every copy of a kernel's weight was used (`copies_in_turn`); 1 on the CPU."""
     if kernel.name == QUANTIZE or torch_device == CPU:
         return 1
-    return copies_in_turn((1 if kernel.precision is Precision.FP8 else 2) * shape.k * shape.n)
+    return copies_in_turn((1 if kernel.precision.is_quantized else 2) * shape.k * shape.n)
 
 
 class PreparedOperands:
-    """Operands on a device of torch, rounded once for all kernels."""
+    """Operands on a device of torch."""
 
     def __init__(self, operands: Operands, torch_device: str) -> None:
         import torch
 
         self.shape, self._device = operands.shape, torch_device
-        activation = torch.tensor(operands.activation, device=torch_device)
-        self._wide_activation, self._activation_scale = activation.bfloat16(), _scale(activation.abs().amax())
-        self._activation_in_float8 = to_float8(activation, self._activation_scale)
+        self._activation = torch.tensor(operands.activation, device=torch_device)
+        self._wide_activation = self._activation.bfloat16()
         self._stored = None if operands.weight is None else torch.tensor(operands.weight, device=torch_device)
 
     def run_of(self, kernel: Kernel) -> Run:
@@ -112,18 +117,20 @@ class PreparedOperands:
 
         turns = turns_of(kernel, self.shape, self._device)
         if kernel.name == QUANTIZE:
-            value, inverse = self._wide_activation, self._activation_scale.reciprocal()
-            cast = _cast(self._device, self.shape.k)
+            value, inverse = self._wide_activation, self._rounded_activation(kernel)[1].reciprocal()
+            cast = _cast(self._device, self.shape.k, kernel.precision)
             if self._device != CPU:
                 torch._dynamo.maybe_mark_dynamic(value, 0)
             return lambda: cast(value, inverse)
-        if kernel.precision is not Precision.FP8:
+        if not kernel.precision.is_quantized:
             activation = self._wide_activation
             weights = _in_turn(self._weight.bfloat16(), turns)
             return lambda: torch.matmul(activation, next(weights))
-        a, b = self._activation_in_float8, self._weight_in_float8(kernel.scales)
+        (a, scale_a), (b, scale_b) = self._rounded_activation(kernel), self._rounded_weight(kernel)
         weights = _in_turn(b, turns)
-        scale_a, scale_b = self._activation_scale, self._weight_scale(kernel.scales)
+        if kernel.precision is Precision.INT8 and self._device != CPU:
+            product, scale = _integer_product(*b.shape), scale_a * scale_b
+            return lambda: product(a, next(weights), scale)
         if kernel.scales is Granularity.PER_CHANNEL:
             scale_a = scale_a.reshape(1, 1).expand(len(a), 1).contiguous()
             scale_b = scale_b.reshape(1, -1)
@@ -139,9 +146,9 @@ class PreparedOperands:
         import torch
 
         wide = torch.float64
-        if kernel.precision is Precision.FP8:
-            a = self._activation_in_float8[:rows].to(wide) * self._activation_scale.to(wide)
-            b = self._weight_in_float8(kernel.scales).to(wide) * self._weight_scale(kernel.scales).to(wide)
+        if kernel.precision.is_quantized:
+            (a, scale_a), (b, scale_b) = self._rounded_activation(kernel), self._rounded_weight(kernel)
+            a, b = a[:rows].to(wide) * scale_a.to(wide), b.to(wide) * scale_b.to(wide)
         else:
             a, b = self._wide_activation[:rows].to(wide), self._weight.bfloat16().to(wide)
         exact = a @ b
@@ -154,12 +161,17 @@ class PreparedOperands:
             raise ValueError("there is no weight to multiply by")
         return self._stored
 
-    def _weight_scale(self, scales: Granularity | None) -> torch.Tensor:
-        magnitudes = self._weight.abs()
-        return _scale(magnitudes.amax(dim=0) if scales is Granularity.PER_CHANNEL else magnitudes.amax())
+    def _rounded_activation(self, kernel: Kernel) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the activation in the kernel's format, and its scale."""
+        scale = _scale(self._activation.abs().amax(), kernel.precision)
+        return _rounded(self._activation, scale, kernel.precision), scale
 
-    def _weight_in_float8(self, scales: Granularity | None) -> torch.Tensor:
-        return to_float8(self._weight, self._weight_scale(scales)).t().contiguous().t()
+    def _rounded_weight(self, kernel: Kernel) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the weight in the kernel's format, K contiguous, and its scale or scales."""
+        magnitudes = self._weight.abs()
+        amax = magnitudes.amax(dim=0) if kernel.scales is Granularity.PER_CHANNEL else magnitudes.amax()
+        scale = _scale(amax, kernel.precision)
+        return _rounded(self._weight, scale, kernel.precision).t().contiguous().t(), scale
 
 
 def simulated_mm(
@@ -193,41 +205,66 @@ def _in_turn(weight: torch.Tensor, copies: int) -> Iterator[torch.Tensor]:
     return cycle([weight, *(raw.clone().view(weight.dtype) for _ in range(copies - 1))])
 
 
-def to_float8(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Divide by a scale, saturate and round to FP8 (ONNX QuantizeLinear)."""
+def integer_sums(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """INT32 product of INT8 matrices; too few rows for `torch._int_mm`, or unknown ones, are padded."""
     import torch
 
-    return (values.to(torch.float32) / scale).clamp(-_largest(), _largest()).to(_float8_type())
-
-
-def _float8_type() -> torch.dtype:
-    """E4M3FN, or E4M3FNUZ where the matrix cores support only that (gfx94x)."""
-    import torch
-
-    if torch.version.hip and torch.cuda.is_available():
-        architecture: str = torch.cuda.get_device_properties(0).gcnArchName
-        if architecture.startswith("gfx94"):
-            return torch.float8_e4m3fnuz
-    return torch.float8_e4m3fn
-
-
-def _largest() -> float:
-    """Largest finite magnitude of the format."""
-    import torch
-
-    is_fnuz = _float8_type() == torch.float8_e4m3fnuz
-    return (E4M3FNUZ if is_fnuz else E4M3FN).max
-
-
-def _scale(amax: torch.Tensor) -> torch.Tensor:
-    """FP32 scale of a range; positive even for a range of 0."""
-    import torch
-
-    return (amax.to(torch.float32) / _largest()).clamp(min=torch.finfo(torch.float32).tiny)
+    rows = a.shape[0]
+    is_enough = isinstance(rows, int) and rows > LEAST_ROWS
+    padded = a if is_enough else torch.nn.functional.pad(a, (0, 0, 0, LEAST_ROWS))
+    return torch._int_mm(padded, b)[:rows]
 
 
 @cache
-def _cast(torch_device: str, length: int) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+def _integer_product(k: int, n: int) -> Callable[..., torch.Tensor]:
+    """Product of INT8 matrices and their scales (1, N), as in engines; compiled for each weight's shape."""
+    import torch
+
+    torch._dynamo.reset()
+    return torch.compile(
+        lambda a, b, scale: (integer_sums(a, b).to(torch.float32) * scale).to(torch.bfloat16), dynamic=False
+    )
+
+
+def _rounded(values: torch.Tensor, scale: torch.Tensor, precision: Precision) -> torch.Tensor:
+    """Divide by a scale, saturate and round (ONNX QuantizeLinear)."""
+    return _to_format(values / scale, _format(precision))
+
+
+def _to_format(values: torch.Tensor, format: NumberFormat) -> torch.Tensor:
+    """Saturate and round; a cast to an integer would truncate."""
+    import torch
+
+    inside = values.to(torch.float32).clamp(-format.max, format.max)
+    kind: torch.dtype = getattr(torch, format.storage)
+    return (inside if format.is_float else inside.round()).to(kind)
+
+
+def _format(precision: Precision) -> NumberFormat:
+    """INT8, or E4M3FN, or E4M3FNUZ where the matrix cores support only that (gfx94x)."""
+    import torch
+
+    if precision is Precision.INT8:
+        return INT8
+    if torch.version.hip and torch.cuda.is_available():
+        architecture: str = torch.cuda.get_device_properties(0).gcnArchName
+        if architecture.startswith("gfx94"):
+            return E4M3FNUZ
+    return E4M3FN
+
+
+def _scale(amax: torch.Tensor, precision: Precision) -> torch.Tensor:
+    """FP32 scale of a range; positive even for a range of 0."""
+    import torch
+
+    largest = _format(precision).max
+    return (amax.to(torch.float32) / largest).clamp(min=torch.finfo(torch.float32).tiny)
+
+
+@cache
+def _cast(
+    torch_device: str, length: int, precision: Precision
+) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
     """Quantize step of values and an inverse scale, as in engines; compiled on an accelerator.
 
     Compiled for each row length, whatever the number of rows: only for a known length can the compiler show
@@ -238,9 +275,9 @@ def _cast(torch_device: str, length: int) -> Callable[[torch.Tensor, torch.Tenso
 
     torch._dynamo.reset()
 
-    limit, kind = _largest(), _float8_type()
+    format = _format(precision)
 
     def rounded(values: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
-        return (values.to(torch.float32) * inverse).clamp(-limit, limit).to(kind)
+        return _to_format(values.to(torch.float32) * inverse, format)
 
     return rounded if torch_device == CPU else torch.compile(rounded)

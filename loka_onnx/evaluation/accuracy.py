@@ -16,7 +16,14 @@ import numpy as np
 import numpy.typing as npt
 
 from loka_onnx.core.artifact import OutputKind, OutputSpec
-from loka_onnx.core.evaluation import Basis, BudgetStatus, OutputEvaluation, PairedDifference, TaskMetrics
+from loka_onnx.core.evaluation import (
+    Basis,
+    BudgetStatus,
+    CalibrationBin,
+    OutputEvaluation,
+    PairedDifference,
+    TaskMetrics,
+)
 from loka_onnx.core.intervals import Interval
 from loka_onnx.errors import EvaluationError
 from loka_onnx.evaluation.budget import judge
@@ -34,14 +41,22 @@ from loka_onnx.numerics.task_metrics import (
 )
 
 Array = npt.NDArray[Any]
+BINS = 10
+"""Bins of a calibration curve."""
+DRIFT_LEVELS = (0.001, 0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 0.999)
+"""Shares of the rows below the quantiles of the change of the score."""
 
 
 @dataclass(frozen=True)
 class Units:
-    """Groups of rows that belong together, and slices that are judged apart, of the rows of a split."""
+    """Groups of rows that belong together, and slices that are judged apart, of the rows of a split.
+
+    With `curves`, calibration and drift are described too.
+    """
 
     grouping: Groups | None = None
     slices: tuple[SliceColumn, ...] = ()
+    curves: bool = False
 
     @property
     def groups(self) -> npt.NDArray[np.intp] | None:
@@ -49,10 +64,12 @@ class Units:
         return None if self.grouping is None else self.grouping.ids
 
     @classmethod
-    def of(cls, columns: Mapping[str, Array], group: str | None, slices: Sequence[str] = ()) -> Units:
+    def of(
+        cls, columns: Mapping[str, Array], group: str | None, slices: Sequence[str] = (), curves: bool = False
+    ) -> Units:
         """Read groups and slices from the columns of a split; DataError if a slice column is missing."""
         grouping = Groups.of(group, columns[group]) if group else None
-        return cls(grouping, read_slices(columns, slices))
+        return cls(grouping, read_slices(columns, slices), curves)
 
     def basis(self, paired: PairedRows) -> Basis:
         """Return the basis of intervals over the paired changes of all rows."""
@@ -73,7 +90,10 @@ class Units:
 
 
 def evaluate_reference(
-    reference: Mapping[str, Array], columns: Mapping[str, Array], specs: tuple[OutputSpec, ...]
+    reference: Mapping[str, Array],
+    columns: Mapping[str, Array],
+    specs: tuple[OutputSpec, ...],
+    curves: bool = False,
 ) -> tuple[OutputEvaluation, ...]:
     """Return the quality of the FP32 reference itself, per spec: within budget by definition.
 
@@ -82,9 +102,10 @@ def evaluate_reference(
     evaluations = []
     for spec in specs:
         truth = read_truth(columns, spec, None)
-        metrics = _metrics(spec, _reference_scores(spec, reference, truth), truth)
-        status = BudgetStatus.WITHIN
-        evaluations.append(OutputEvaluation(spec.name, spec.kind, metrics, None, spec.budget, status, None))
+        scores = _reference_scores(spec, reference, truth)
+        known = (spec.name, spec.kind, _metrics(spec, scores, truth), None, spec.budget, BudgetStatus.WITHIN)
+        curve = _calibration(scores, truth) if curves else ()
+        evaluations.append(OutputEvaluation(*known, None, calibration=curve))
     return tuple(evaluations)
 
 
@@ -128,6 +149,8 @@ def evaluate_outputs(
                 rows_to_decide=judgement.rows_to_decide,
                 slices=slices,
                 slices_left_out=left_out,
+                calibration=_calibration(after, truth) if units.curves else (),
+                drift=_drift(before, after) if units.curves else {},
                 because=judgement.because,
                 guards=judgement.guards,
                 basis=basis,
@@ -135,6 +158,26 @@ def evaluate_outputs(
             )
         )
     return tuple(evaluations)
+
+
+def _calibration(scores: Scores, truth: Truth) -> tuple[CalibrationBin, ...]:
+    """Return mean prediction and mean label of bins of equally many rows; none without labels."""
+    if truth.labels is None:
+        return ()
+    counted = np.arange(truth.labels.size) if truth.weights is None else np.flatnonzero(truth.weights)
+    order = counted[np.argsort(scores.predictions[counted], kind="stable")]
+    bins = []
+    for rows in np.array_split(order, min(BINS, order.size)):
+        weights = None if truth.weights is None else truth.weights[rows]
+        predicted, observed = (weighted_mean(v[rows], weights) for v in (scores.predictions, truth.labels))
+        bins.append(CalibrationBin(rows.size, predicted, observed))
+    return tuple(bins)
+
+
+def _drift(before: Scores, after: Scores) -> dict[str, float]:
+    """Return quantiles of the change of the logit (or regression output), each by its level in words."""
+    values = np.quantile(after.scores - before.scores, DRIFT_LEVELS).tolist()
+    return {f"{100 * level:g} %": value for level, value in zip(DRIFT_LEVELS, values, strict=True)}
 
 
 def _reference_scores(spec: OutputSpec, reference: Mapping[str, Array], truth: Truth) -> Scores:

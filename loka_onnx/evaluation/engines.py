@@ -43,6 +43,11 @@ class Split:
     most: int | None = None
 
     @property
+    def is_last(self) -> bool:
+        """True for certification, whose figures are reported."""
+        return self.name == "certification"
+
+    @property
     def rows(self) -> int:
         """Number of judged rows."""
         return sum(stop - start for start, stop in self._spans)
@@ -89,13 +94,13 @@ def predict_reference(
 ) -> Reference:
     """Return the FP32 reference of a split."""
     predictions = predict_split(split, run, specs, f"judge reference on {split.name}", progress)
-    return Reference(predictions, Units.of(predictions.columns, split.group, split.slices))
+    return Reference(predictions, Units.of(predictions.columns, split.group, split.slices, split.is_last))
 
 
 def judge_reference(split: Split, reference: Reference, specs: tuple[OutputSpec, ...]) -> Evaluation:
     """Return the evaluation of the reference itself."""
     known = reference.predictions
-    outputs = evaluate_reference(known.outputs, known.columns, specs)
+    outputs = evaluate_reference(known.outputs, known.columns, specs, split.is_last)
     return Evaluation(
         REFERENCE, "onnxruntime", "fp32", "cpu", split.name, known.rows, outputs, (), "measured"
     )

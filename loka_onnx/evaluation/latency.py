@@ -20,11 +20,12 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import psutil
 
 from loka_onnx.core.evaluation import InputPlace, Latency
 from loka_onnx.core.progress import collector_paused
 from loka_onnx.errors import StageError
-from loka_onnx.sessions.runner import Runner
+from loka_onnx.sessions.runner import Runner, to_users
 
 Array = npt.NDArray[Any]
 Run = Callable[[Mapping[str, Array]], object]
@@ -50,8 +51,12 @@ def from_host(run: Run) -> Prepare:
     return lambda inputs: Request(partial(run, inputs))
 
 
-def prepared(runner: Runner, place: InputPlace) -> Prepare:
-    """Prepare requests of an engine by the place of their inputs; on the host where it cannot otherwise."""
+def prepared(runner: Runner, place: InputPlace, shared: Sequence[str] = ()) -> Prepare:
+    """Prepare requests of an engine by the place of their inputs, on the host where it cannot otherwise; as
+    users and candidates where it has `shared` inputs.
+    """
+    if shared:
+        return lambda inputs: Request(partial(runner.run, to_users(inputs, shared)))
 
     def resident(inputs: Mapping[str, Array]) -> Request:
         call = runner.resident(inputs)
@@ -149,7 +154,8 @@ def measure_interleaved(
 def over_loads(loads: Sequence[Sequence[Latency]]) -> tuple[Latency, ...]:
     """Return the medians over several loadings of one engine, by ascending batch size.
 
-    Batch sizes that were not measured in every loading are left out; `loads_us` keeps each loading's p50.
+    Batch sizes that were not measured in every loading are left out; `loads_us` and `least_us` keep
+    p50 and least time of each loading.
     """
     by_batch: dict[int, list[Latency]] = {}
     for latency in (latency for load in loads for latency in load):
@@ -161,7 +167,9 @@ def over_loads(loads: Sequence[Sequence[Latency]]) -> tuple[Latency, ...]:
             p90_us=median(load.p90_us for load in each),
             p99_us=median(load.p99_us for load in each),
             repeats=sum(load.repeats for load in each),
+            host_load=max((load.host_load for load in each if load.host_load is not None), default=None),
             loads_us=tuple(load.p50_us for load in each),
+            least_us=tuple(least for load in each for least in load.least_us),
         )
         for _, each in sorted(by_batch.items())
         if len(each) == len(loads)
@@ -194,7 +202,9 @@ class _Turns:
         times_us = np.asarray(self.nanoseconds[engine], dtype=np.float64) / 1e3
         p50, p90, p99 = np.percentile(times_us, [50, 90, 99]).tolist()
         known = (batch, p50, p90, p99, times_us.size, device, counts_for_choice)
-        return Latency(*known, loads_us=(p50,), inputs=self.inputs[engine])
+        load, least = psutil.getloadavg()[0] / (psutil.cpu_count() or 1), (float(times_us.min()),)
+        inputs = self.inputs[engine]
+        return Latency(*known, loads_us=(p50,), inputs=inputs, least_us=least, host_load=load)
 
 
 def _time_in_turns(

@@ -13,6 +13,7 @@ import numpy.typing as npt
 import onnx
 import onnx_graphsurgeon as gs
 from onnx.external_data_helper import uses_external_data
+from onnx_graphsurgeon.exporters.onnx_exporter import OnnxExporter
 from onnx_graphsurgeon.logger import G_LOGGER
 
 from loka_onnx.core.progress import collector_paused
@@ -176,6 +177,11 @@ class GraphModel:
         """Return the present model, without its tables."""
         self.graph.toposort()
         return self._export().whole()
+
+    def node_proto(self, node: Node) -> onnx.NodeProto:
+        """Return a node as a message."""
+        proto: onnx.NodeProto = OnnxExporter.export_node(node)
+        return proto
 
     @property
     def opset(self) -> int:

@@ -10,7 +10,9 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +22,12 @@ import numpy.typing as npt
 from loka_onnx.core.artifact import TensorSpec
 from loka_onnx.core.backends import backend_names
 from loka_onnx.core.devices import ACCELERATORS, CPU, device_called
-from loka_onnx.errors import ConfigError, DataError, MissingPackage, nearest
+from loka_onnx.errors import ConfigError, DataError, LokaError, MissingPackage, nearest
 from loka_onnx.graph.entry import canonicalize
 from loka_onnx.graph.id_bounds import id_bounds
 from loka_onnx.graph.model import GraphModel, producer
 from loka_onnx.graph.shape_values import tensor_spec
+from loka_onnx.pipeline.survival import try_generated
 from loka_onnx.sessions.backends import get_spec
 from loka_onnx.sessions.cuda import list_cuda_devices
 
@@ -34,31 +37,10 @@ SAMPLE_ROWS = 8192
 CALIBRATION_ROWS = 50_000
 """Rows from which more calibration rows change no verdict on the rankers of the benchmarks."""
 CHECK = "check this"
-_LABELS = (
-    "label",
-    "click",
-    "target",
-    "convers",
-    "purchase",
-    "buy",
-    "bought",
-    "like",
-    "watch",
-    "ctr",
-    "cvr",
-    "y",
-)
-_GROUPS = (
-    "requestid",
-    "sessionid",
-    "searchid",
-    "impressionid",
-    "queryid",
-    "userid",
-    "uid",
-    "user",
-    "memberid",
-)
+_UNNAMED = re.compile(r"|best|export(ed)?|final|latest|models?|onnx|output")
+"""Names of files and folders that say nothing of a model."""
+_LABELS = re.compile(r"label|click|target|convers|purchase|buy|bought|like|watch|ctr|cvr|y$")
+_GROUPS = "requestid sessionid searchid impressionid queryid userid uid user memberid"
 _TIMES = ("timestamp", "time", "date", "datetime", "eventtime", "ts", "hour", "day")
 _PASSING = frozenset(
     {"Identity", "Cast", "Squeeze", "Unsqueeze", "Reshape", "Flatten", "Concat", "Slice", "Gather"}
@@ -130,7 +112,7 @@ class Proposal:
     @property
     def guesses(self) -> tuple[str, ...]:
         """Lines of the run file with a comment: what was guessed."""
-        return tuple(line.strip() for line in self.text.splitlines() if "#" in line)
+        return tuple(line.strip() for line in self.text.splitlines()[1:] if "#" in line)
 
     @property
     def text(self) -> str:
@@ -163,8 +145,7 @@ def propose(
         ConfigError: A device is not known.
     """
     graph = canonicalize(model).model
-    columns = read_columns(data)
-    rows = _rows(data)
+    rows, columns = _read(data)
     for label in labels:
         if label not in columns:
             raise DataError(
@@ -183,54 +164,39 @@ def propose(
     )
     listed = {match.input: list(match.columns) for match in matches if match.columns != (match.input,)}
     document = {
-        "name": re.sub(r"[^a-z0-9]+", "-", model.stem.lower()).strip("-") or "ranker",
+        "name": name_of(model),
         "model": {"onnx": os.path.relpath(model, home)},
         "outputs": outputs,
         "data": {"path": os.path.relpath(data, home), **splitting, **({"inputs": listed} if listed else {})},
-        "batch": {"min": 1, "serve": [256, 1024, 2048], "max": 4096},
+        "batch": {"min": _smallest_batch(model, graph, notes), "serve": [256, 1024, 2048], "max": 4096},
         "targets": list(_targets(devices, notes)),
     }
     return Proposal(document, matches, notes)
 
 
+def name_of(model: Path) -> str:
+    """Name of a run: the file's, or that of its nearest folder whose name says something."""
+    parts = (model.stem, *(folder.name for folder in model.absolute().parents))
+    names = (re.sub(r"[^a-z0-9]+", "-", part.lower()).strip("-") for part in parts)
+    return next((name for name in names if not _UNNAMED.fullmatch(name)), "ranker")
+
+
 # Columns ------------------------------------------------------------------------------------------
 
 
-def read_columns(path: Path) -> dict[str, Column]:
-    """Columns of a file by name, in its order, as its first `SAMPLE_ROWS` rows show them.
-
-    Raises:
-        DataError: The file cannot be read, or is of another format.
-    """
-    found = {}
-    for name, values in _sample(path).items():
-        width = 0 if values.ndim == 1 else int(values.shape[1]) if values.ndim == 2 else -1
-        numeric = values.dtype.kind in "iufb" and values.size > 0 and width >= 0
-        kind = values.dtype.kind if numeric or values.dtype.kind in "MU" else "?"
-        numbers = values.astype(np.float64) if numeric else np.zeros(0)
-        numbers = numbers[np.isfinite(numbers)] if numbers.ndim == 1 else numbers
-        is_scalar = width == 0 and numbers.size > 0
-        found[name] = Column(
-            name,
-            kind,
-            max(0, width),
-            float(numbers.min()) if numbers.size else 0.0,
-            float(numbers.max()) if numbers.size else 0.0,
-            is_binary=is_scalar and set(np.unique(numbers)) == {0.0, 1.0},
-            is_sorted=width == 0 and kind in "iufM" and bool((values[1:] >= values[:-1]).all()),
-        )
-    return found
-
-
-def _sample(path: Path) -> dict[str, Array]:
+def _read(path: Path) -> tuple[int, dict[str, Column]]:
+    """Rows of a file, and its columns by name, in its order, as the first `SAMPLE_ROWS` rows show them."""
     try:
         if path.suffix == ".npz":
             with np.load(path, allow_pickle=False) as arrays:
-                return {name: arrays[name][:SAMPLE_ROWS] for name in arrays.files}
-        import pyarrow.parquet as pq
+                sample = {name: arrays[name] for name in arrays.files}
+                rows = len(next(iter(sample.values())))
+        else:
+            import pyarrow.parquet as pq
 
-        batch = next(pq.ParquetFile(path).iter_batches(SAMPLE_ROWS))
-        return {name: _array(batch.column(name)) for name in batch.schema.names}
+            file = pq.ParquetFile(path)
+            batch, rows = next(file.iter_batches(SAMPLE_ROWS)), int(file.metadata.num_rows)
+            sample = {name: _array(batch.column(name)) for name in batch.schema.names}
     except (OSError, ValueError, StopIteration) as error:
         raise DataError(
             "E1640 the rows cannot be read",
@@ -238,6 +204,25 @@ def _sample(path: Path) -> dict[str, Array]:
             evidence=str(error)[:300] or "it holds none",
             remedy="give a .parquet or an .npz file",
         ) from error
+    return rows, {name: _column(name, values[:SAMPLE_ROWS]) for name, values in sample.items()}
+
+
+def _column(name: str, values: Array) -> Column:
+    width = 0 if values.ndim == 1 else int(values.shape[1]) if values.ndim == 2 else -1
+    numeric = values.dtype.kind in "iufb" and values.size > 0 and width >= 0
+    kind = values.dtype.kind if numeric or values.dtype.kind in "MU" else "?"
+    numbers = values.astype(np.float64) if numeric else np.zeros(0)
+    numbers = numbers[np.isfinite(numbers)] if numbers.ndim == 1 else numbers
+    is_scalar = width == 0 and numbers.size > 0
+    return Column(
+        name,
+        kind,
+        max(0, width),
+        float(numbers.min()) if numbers.size else 0.0,
+        float(numbers.max()) if numbers.size else 0.0,
+        is_binary=is_scalar and set(np.unique(numbers)) == {0.0, 1.0},
+        is_sorted=width == 0 and kind in "iufM" and bool((values[1:] >= values[:-1]).all()),
+    )
 
 
 def _array(column: Any) -> Array:
@@ -250,15 +235,6 @@ def _array(column: Any) -> Array:
     elif values.dtype.kind == "O" and all(isinstance(value, str) for value in values):
         values = values.astype(np.str_)
     return np.asarray(values)
-
-
-def _rows(path: Path) -> int:
-    if path.suffix == ".npz":
-        with np.load(path, allow_pickle=False) as arrays:
-            return len(arrays[arrays.files[0]])
-    import pyarrow.parquet as pq
-
-    return int(pq.ParquetFile(path).metadata.num_rows)
 
 
 # Inputs -------------------------------------------------------------------------------------------
@@ -363,12 +339,8 @@ def _letters(name: str) -> str:
 
 
 def _nearest(name: str, able: Sequence[Column]) -> list[str]:
-    from difflib import SequenceMatcher
-
-    def likeness(column: Column) -> float:
-        return -SequenceMatcher(None, _letters(name), _letters(column.name)).ratio()
-
-    return [column.name for column in sorted(able, key=likeness)[:4]]
+    by_letters = {_letters(column.name): column.name for column in able}
+    return [by_letters[near] for near in get_close_matches(_letters(name), by_letters, 4, 0.0)]
 
 
 # Outputs, splits, targets -------------------------------------------------------------------------
@@ -383,10 +355,9 @@ def _outputs(
     notes: dict[str, str],
 ) -> Iterator[dict[str, Any]]:
     fed = {spec.name for spec in inputs}
-    named = [
-        c for c in columns.values() if c.name not in fed and not c.width and c.is_number and _is_label(c.name)
-    ]
-    binary = [c for c in columns.values() if c.name not in fed and c.is_binary and c not in named]
+    able = [c for c in columns.values() if c.name not in fed and not c.width and c.is_number]
+    named = [c for c in able if _LABELS.match(_letters(c.name))]
+    binary = [c for c in able if c.is_binary and c not in named]
     left = [columns[name] for name in labels] or sorted(named, key=lambda c: not c.is_binary) + binary
     outputs = [tensor for tensor in graph.outputs if tensor_spec(tensor).dtype.startswith("float")]
     for index, tensor in enumerate(outputs):
@@ -401,11 +372,6 @@ def _outputs(
             others = ", ".join(c.name for c in left)
             notes[f"outputs[{index}].label"] = CHECK + (f"; others could be {others}" if others else "")
         yield {"name": tensor.name, "kind": kind, "label": label and label.name, "budget": budget}
-
-
-def _is_label(name: str) -> bool:
-    letters = _letters(name)
-    return any(letters == word or (len(word) > 2 and letters.startswith(word)) for word in _LABELS)
 
 
 def _kind(output: Any, label: Column | None) -> tuple[str, str]:
@@ -429,14 +395,11 @@ def _splitting(
 ) -> tuple[dict[str, Any], set[str]]:
     """The split and the group, and the columns that an input takes only by name."""
     times = [c.name for c in columns.values() if c.kind == "M" or _letters(c.name) in _TIMES]
-    groups = [
-        name for word in _GROUPS for name in columns if _letters(name) == word and not columns[name].width
-    ]
+    scalars = {_letters(c.name): c.name for c in columns.values() if not c.width}
+    groups = [scalars[word] for word in _GROUPS.split() if word in scalars]
     group = {"group": groups[0]} if groups else {}
-    if groups:
-        notes["data.group"] = f"{CHECK}: rows of one value belong together"
-    else:
-        notes["data.group"] = "no column of a request or a user was found: rows count as independent"
+    absent = "no column of a request or a user was found: rows count as independent"
+    notes["data.group"] = f"{CHECK}: rows of one value belong together" if groups else absent
     share = float(f"{min(0.2, CALIBRATION_ROWS / max(1, rows)):.2g}")
     split: dict[str, Any] = {"by": "order"}
     if any(columns[name].is_sorted for name in times):
@@ -453,12 +416,13 @@ def _targets(devices: Sequence[str], notes: dict[str, str]) -> Iterator[dict[str
     """Targets of the named devices, or of this machine."""
     here = [device_called(gpu.name, gpu.architecture) for gpu in list_cuda_devices()]
     wanted = list(devices) or [*dict.fromkeys(name for name in here if name in ACCELERATORS), CPU]
+    known = (CPU, *ACCELERATORS)
     for index, device in enumerate(wanted):
-        if device != CPU and device not in ACCELERATORS:
+        if device not in known:
             raise ConfigError(
                 f"E1641 the device '{device}' is not known",
                 where="--device",
-                evidence=f"known are {', '.join((CPU, *ACCELERATORS))}",
+                evidence=f"known are {', '.join(known)}",
                 remedy=nearest(device, ACCELERATORS) or "name one of these",
             )
         backends = [name for name in backend_names() if _builds_for(name, device)]
@@ -469,14 +433,20 @@ def _targets(devices: Sequence[str], notes: dict[str, str]) -> Iterator[dict[str
         yield {"device": device, "backends": backends}
 
 
+def _smallest_batch(model: Path, graph: GraphModel, notes: dict[str, str]) -> int:
+    """Rows of the smallest batch that the model takes: 2 where a trial fails at one row alone."""
+    with suppress(LokaError):  # What else is wrong with the model, a run says.
+        at_one, at_two = (try_generated(model, graph, rows, 4) for rows in (1, 2))
+        if at_one and not at_two:
+            notes["batch"] = f"not 1: one row fails at {at_one[0].operator}"
+            return 2
+    return 1
+
+
 def _builds_for(backend: str, device: str) -> bool:
-    try:
-        spec = get_spec(backend)
-    except MissingPackage:
-        return False
-    if device == CPU:
-        return backend == "onnxruntime"
-    return bool(spec.devices.get(device))
+    with suppress(MissingPackage):
+        return backend == "onnxruntime" if device == CPU else bool(get_spec(backend).devices.get(device))
+    return False
 
 
 # Text ---------------------------------------------------------------------------------------------
@@ -509,7 +479,7 @@ def _lines(proposal: Proposal) -> Iterator[str]:
         else:
             near = ", ".join(match.candidates) or "no column fits its type and width"
             yield f"    {_flow(match.input)}:  # no column was found; candidates: {near}"
-    yield f"batch: {_flow(document['batch'])}"
+    yield f"batch: {_flow(document['batch'])}{_note(notes, 'batch')}"
     yield "targets:"
     for index, target in enumerate(document["targets"]):
         yield f"  - {_flow(target)}{_note(notes, f'targets[{index}].backends')}"
@@ -519,19 +489,10 @@ def _note(notes: Mapping[str, str], key: str) -> str:
     return f"  # {notes[key]}" if key in notes else ""
 
 
+_WORD = re.compile(r'(?<!\\)"(?!(?:yes|no|on|off|true|false|null|y|n)")([A-Za-z_/][\w./-]*)"', re.IGNORECASE)
+"""A string of JSON that YAML 1.1 and 1.2 read without quotes."""
+
+
 def _flow(value: object) -> str:
-    """A value in YAML on one line: plain words as they are, others as JSON, which is YAML."""
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{_flow(key)}: {_flow(each)}" for key, each in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ", ".join(map(_flow, value)) + "]"
-    if (
-        isinstance(value, str)
-        and re.fullmatch(r"[A-Za-z_./][\w./-]*", value)
-        and value.lower() not in _RESERVED
-    ):
-        return value
-    return json.dumps(value)
-
-
-_RESERVED = frozenset({"yes", "no", "on", "off", "true", "false", "null", "y", "n", "."})
+    """A value on one line of YAML: JSON, with plain words as they are."""
+    return _WORD.sub(r"\1", json.dumps(value, ensure_ascii=False))

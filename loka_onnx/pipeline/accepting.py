@@ -19,8 +19,8 @@ from loka_onnx.config import ModelConfig
 from loka_onnx.core.artifact import ModelArtifact, TensorSpec
 from loka_onnx.core.digests import digest_file, digest_json
 from loka_onnx.core.site import HIGH_ERROR, SiteKind
-from loka_onnx.data import Dataset, ensure_disjoint
-from loka_onnx.errors import Collected, ConfigError, DataError, InternalError, ModelError, UserError
+from loka_onnx.data import Dataset, ensure_disjoint, open_dataset
+from loka_onnx.errors import Collected, ConfigError, DataError, InternalError, ModelError, UserError, nearest
 from loka_onnx.evaluation.columns import read_scores, read_truth
 from loka_onnx.export.onnx_model import import_onnx
 from loka_onnx.export.preflight import KEY, Batches, check_conversion, preflight
@@ -29,7 +29,7 @@ from loka_onnx.graph.entry import open_inputs
 from loka_onnx.graph.id_bounds import id_bounds
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.graph.storage import model_digest
-from loka_onnx.pipeline.context import CHECK_ROWS, Context, RunSettings
+from loka_onnx.pipeline.context import CHECK_ROWS, LABEL_ROWS, Context, RunSettings
 from loka_onnx.pipeline.directory import Stage
 from loka_onnx.pipeline.mods import ChosenMods, rewrite
 from loka_onnx.pipeline.outlook import Outlook, look_ahead
@@ -142,6 +142,8 @@ def _checked(context: Context, wrong: Collected, most: int | None) -> tuple[str,
         for data in (splits.calibration, splits.selection, splits.certification):
             with wrong.check():
                 data.check(most)
+        with wrong.check():
+            check_requests(context, most)
         for data in (splits.selection, splits.certification):
             with wrong.check():
                 _check_labels(context, data, most, are_judged=True)
@@ -207,6 +209,39 @@ def _check_labels(
                     remedy="name the column of the outcome, or give rows with both; a loss is judged on both",
                 )
     wrong.raise_any()
+
+
+def check_requests(context: Context, most: int | None = None) -> None:
+    """Check that the inputs of `data.request` are known, and equal within a request, in every split."""
+    request = context.config.data.request
+    if request is None:
+        return
+    known = [spec.name for spec in context.exported.inputs]
+    for index, name in enumerate(request.inputs):
+        if name not in known:
+            raise ConfigError(
+                f"E1535 the model has no input '{name}'",
+                where=f"data.request.inputs[{index}]",
+                evidence=f"its inputs are {', '.join(known)}",
+                remedy=nearest(name, known) or "remove it",
+            )
+    bindings = [binding for binding in context.bindings if binding.input in request.inputs]
+    for data in vars(context.splits).values():
+        alone = open_dataset(data.path, bindings, (request.column,), data.selection)
+        for batch in alone.batches(LABEL_ROWS, stop=min(data.rows, most or data.rows)):
+            ids = batch.columns[request.column]
+            _, first, group = np.unique(ids, return_index=True, return_inverse=True)
+            for name in request.inputs:
+                values = batch.inputs[name]
+                row = int((values != values[first][group]).reshape(len(values), -1).any(axis=1).argmax())
+                before, after = values[first[group[row]]], values[row]
+                if (before != after).any():
+                    raise DataError(
+                        f"E1536 input '{name}' differs within a request",
+                        where=f"'{data.name}'",
+                        evidence=f"rows with {request.column} {ids[row]} hold {before} and {after}",
+                        remedy="remove it from `data.request.inputs`, or correct `data.request.column`",
+                    )
 
 
 def check_plan_patterns(context: Context) -> None:

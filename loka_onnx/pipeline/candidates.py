@@ -15,6 +15,7 @@ from loka_onnx.config import BuildConfig, Executor, RunConfig
 from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.backends import Fusions
 from loka_onnx.core.correction import CorrectionSet
+from loka_onnx.core.devices import CPU
 from loka_onnx.core.digests import digest_file
 from loka_onnx.core.engine import BuildStatus, EngineArtifact, EngineSet
 from loka_onnx.core.formats import Precision
@@ -22,7 +23,7 @@ from loka_onnx.core.installation import cache_directory
 from loka_onnx.core.job import BuildJob
 from loka_onnx.core.plan import PlanSet, PrecisionPlan
 from loka_onnx.core.refinement import RefinedRun
-from loka_onnx.core.rewrite import RewriteLog, RewriteLogs
+from loka_onnx.core.rewrite import Part, RewriteLog, RewriteLogs
 from loka_onnx.engines.base import Backend
 from loka_onnx.engines.cache import EngineCache
 from loka_onnx.engines.request import BatchRange, BuildRequest, Limits
@@ -106,7 +107,9 @@ class EngineBuilder:
     corrections: CorrectionSet
     only: Collection[str] | None = None
     is_addition: bool = False
-    _planned: dict[tuple[str, Precision, Fusions], PlannedModel] = field(default_factory=dict, init=False)
+    _planned: dict[tuple[str, Precision, Fusions, tuple[str, ...]], PlannedModel] = field(
+        default_factory=dict, init=False
+    )
     _logs: dict[str, RewriteLog] = field(default_factory=dict, init=False)
     _jobs: dict[str, WrittenJob] = field(default_factory=dict, init=False)
 
@@ -137,7 +140,10 @@ class EngineBuilder:
             # Jobs that nothing asks for any more go; a result took somebody's time, and stays.
             if place.is_dir() and place.name not in self._jobs and not (place / RESULT).exists():
                 shutil.rmtree(place)
-        parts = tuple(replace(engine, part=source.part) for engine in engines)
+        parts = tuple(
+            replace(engine, part=Part.REQUEST if self._shared(c) else source.part)
+            for c, engine in zip(wanted, engines, strict=True)
+        )
         return Built(EngineSet(parts), RewriteLogs(self._logs))
 
     @property
@@ -151,8 +157,16 @@ class EngineBuilder:
             options = target.options.get(backend.name, {})
             for plan in plans.plans:
                 # A plan that rests on the speed of one device is no candidate for another.
-                if plan.device in {"", target.device} and plan.quantized not in moot.get(target.device, ()):
+                is_moot = plan.quantized_sites and {*plan.precisions} <= {*moot.get(target.device, ())}
+                if plan.device not in {"", target.device} or is_moot:
+                    continue
+                if not plan.untouched:
                     yield Candidate(backend, target.device, architecture, plan, dict(options))
+                elif backend.untouched and (architecture != CPU or self._config.plan.plans is not None):
+                    # On a CPU, where it gains no time, only if it was asked for.
+                    yield Candidate(
+                        backend, target.device, architecture, plan, {**options, **backend.untouched}
+                    )
 
     def _work(self, source: Source, candidate: Candidate) -> Callable[[], EngineArtifact]:
         """Return the build of a candidate as a function; the planned model is written here, once."""
@@ -164,7 +178,8 @@ class EngineBuilder:
         if reason is not None:
             return partial(backend.refusal, plan, candidate.target, architecture, reason)
         try:
-            request = self._request(source.model, candidate)
+            whole = self.judging.context.exported
+            request = self._request(whole if plan.untouched else source.model, candidate)
         except TransformError as error:
             return partial(backend.failure, plan, candidate.target, architecture, str(error))
         if not away:
@@ -202,6 +217,15 @@ class EngineBuilder:
             options=candidate.options,
         )
 
+    def _shared(self, candidate: Candidate) -> tuple[str, ...]:
+        """Inputs of an engine in request form that are equal within a request; empty for plain rows.
+
+        Build jobs carry plain rows.
+        """
+        backend, architecture = candidate.backend, candidate.architecture
+        is_here = architecture in backend.spec.request_form and not backend.build_blocker(architecture)
+        return self.judging.shared if is_here else ()
+
     def _execute_jobs(self) -> dict[Path, str]:
         """Hand jobs without a result to the cluster, if there is one; return why some still have none."""
         settings = self._config.build
@@ -235,14 +259,14 @@ class EngineBuilder:
 
     def _planned_model(self, model: ModelArtifact, candidate: Candidate) -> PlannedModel:
         """Write the plan into a model in the form that the backend asks for; once for each form."""
-        plan, fusions = candidate.plan, candidate.fusions
-        key = (plan.id, candidate.base, fusions)
+        plan, fusions, shared = candidate.plan, candidate.fusions, self._shared(candidate)
+        key = (plan.id, candidate.base, fusions, shared)
         if key not in self._planned:
-            name = f"{plan.id}-{candidate.base}"
+            name = f"{plan.id}-{candidate.base}{'-request' if shared else ''}"
             if name in self._logs:
                 name = f"{name}-{candidate.backend.name}"
             target = self._root / "planned" / name / "model.onnx"
-            form = PlanForm(candidate.base, fusions, self.corrections.accepted(plan.id))
+            form = PlanForm(candidate.base, fusions, self.corrections.accepted(plan.id), shared)
             planned = apply_plan(model, plan, form, target)
             self._planned[key] = planned
             self._logs[name] = planned.log
@@ -315,6 +339,7 @@ def build_engines(
         "plans": source.plans,
         "corrections": corrections,
         "part": source.part,
+        "shared": judging.shared,
         "targets": config.targets,
         "backends": backend_versions(config.targets),
         "batch": config.batch,

@@ -88,11 +88,26 @@ class Context(RunSettings):
         # The data say how long lists are, where the model leaves that open, and which ids there are, where no
         # table tells.
         inputs = [replace(spec, shape=(None, *rows[spec.name].shape[1:])) for spec in self.exported.inputs]
-        requests = Requests(inputs, [bounded_by(binding, rows[binding.input]) for binding in self.bindings])
+        bindings = [bounded_by(binding, rows[binding.input]) for binding in self.bindings]
+        request, each = self.config.data.request, max(1, round(self.candidates))
+        requests = Requests(
+            inputs, bindings, shared=() if request is None else request.inputs, candidates=each
+        )
         drawn = requests.sample(self.as_batch(CHECK_ROWS))
         answers = self.open_exported().run(drawn).values()
         is_finite = all(np.isfinite(values).all() for values in answers if values.dtype.kind == "f")
         return requests if is_finite else replace(requests, unsigned=True)
+
+    @cached_property
+    def candidates(self) -> float:
+        """Mean candidates of a request in the calibration rows; 1 where a row is a request of its own."""
+        request = self.config.data.request
+        if request is None:
+            return 1.0
+        ids = [
+            batch[request.column] for batch in self.read_columns(self.splits.calibration, (request.column,))
+        ]
+        return float(self.splits.calibration.rows / len(np.unique(np.concatenate(ids))))
 
     def first_rows(self, rows: int) -> Arrays:
         """Model inputs of the first calibration rows."""

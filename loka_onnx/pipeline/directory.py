@@ -19,6 +19,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import shutil
 import socket
 import time
@@ -133,6 +134,7 @@ def keyed(value: Any) -> Any:
 MOST_READ, MOST_TOLD = 100, 3
 """Parts of an input that are told apart, and changes that are listed."""
 DIGEST = "sha256:"
+_DIGESTS = re.compile(rf"{DIGEST}|\b[0-9a-f]{{64}}\b")
 
 
 def readable(value: Any, name: str = "") -> dict[str, str]:
@@ -159,7 +161,7 @@ def changes(before: Mapping[str, str], now: Mapping[str, str]) -> str:
     told = []
     for name in names[:MOST_TOLD]:
         was, is_now = before.get(name, "none"), now.get(name, "none")
-        told.append(name if DIGEST in was + is_now else f"{name}: {was} → {is_now}")
+        told.append(name if _DIGESTS.search(f"{was} {is_now}") else f"{name}: {was} → {is_now}")
     more = f" and {len(names) - MOST_TOLD} more" if len(names) > MOST_TOLD else ""
     return ", ".join(told) + more
 

@@ -88,7 +88,10 @@ class Results:
             engines=EngineSet((*self.engines.engines, *added.engines)),
             corrections=CorrectionSet((*self.corrections.plans, *added.corrections.plans)),
             rewrites={**self.rewrites, **added.rewrites.logs},
-            evaluations=EvaluationSet((*self.evaluations.evaluations, *added.evaluations.evaluations)),
+            evaluations=replace(
+                self.evaluations,
+                evaluations=(*self.evaluations.evaluations, *added.evaluations.evaluations),
+            ),
         )
 
 
@@ -141,7 +144,7 @@ def write_report(
         refinement=results.refinement,
         throughput=results.throughput,
         data=DataDescription(
-            tuple(SplitDescription(name, d.name, d.rows, d.digest, rule) for name, d in named),
+            tuple(SplitDescription(name, d.name, d.rows, d.digest, rule, d.path.name) for name, d in named),
             label_rule or ", ".join(labels),
             context.config.data.synthetic,
         ),
@@ -158,8 +161,9 @@ def write_report(
 
 
 def notes_of(judging: Judging) -> tuple[str, ...]:
-    """Notes on the cut of the model and on the looks at certification, for the report."""
-    context, cut = judging.context, () if judging.split is None else (judging.split.note,)
+    """Notes on the cut of the model, its request form and the looks at certification, for the report."""
+    context, asked = judging.context, (judging.split, judging.users)
+    cut = tuple(each.note for each in asked if each is not None)
     if context.looks == 1:
         return cut
     return (
@@ -192,6 +196,7 @@ def emit_bundle(judging: Judging, results: Results, choice: Choice, report: Sequ
         "engines": results.engines,
         "exported": context.exported,
         "split": () if judging.split is None else judging.split.digests,
+        "users": judging.users,
         "batch": context.config.batch,
         "report": [digest_file(path) for path in report],
         "schema": Manifest.SCHEMA,
@@ -229,6 +234,7 @@ def _contents(judging: Judging, results: Results, choice: Choice, report: Sequen
         lineage=context.directory.before("bundle"),
         versions=_versions(context),
         lookup=lookup,
+        shared=() if judging.users is None else judging.users.inputs,
     )
 
 

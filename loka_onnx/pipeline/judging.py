@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from functools import cached_property, partial
 from itertools import count
 from pathlib import Path
@@ -12,7 +13,7 @@ from pathlib import Path
 from loka_onnx.core.engine import BuildStatus, EngineArtifact, EngineSet
 from loka_onnx.core.evaluation import Evaluation, EvaluationSet, Latency
 from loka_onnx.core.progress import Joined
-from loka_onnx.core.rewrite import ModelSplit, Part
+from loka_onnx.core.rewrite import ModelSplit, Part, SharedUsers
 from loka_onnx.engines.device_lock import device_alone
 from loka_onnx.engines.registry import get_backend
 from loka_onnx.errors import InternalError, StageError
@@ -37,7 +38,7 @@ from loka_onnx.planning.choice import NOISE
 from loka_onnx.planning.speed import FIRST_LOADS, LOADS, LOOKS_APART, MOST_LOADS, contenders
 from loka_onnx.sessions.host_devices import device_of_architecture, is_target
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
-from loka_onnx.sessions.runner import Arrays, Runner, SplitRunner
+from loka_onnx.sessions.runner import Arrays, RequestRunner, Runner, SplitRunner, to_users
 
 PER_LOAD = LatencyOptions(warmup=4, min_repeats=5, max_repeats=40, max_seconds=1.0 / LOADS)
 """Limits of timing one engine at one batch size in one load; one second over all loads."""
@@ -48,10 +49,14 @@ JOB_TIMED_BYTES = 1 << 26
 
 @dataclass(frozen=True)
 class Judging:
-    """Judges the engines of one run, of this host and of others; after a cut they take looked-up rows."""
+    """Judges the engines of one run, of this host and of others; after a cut they take looked-up rows.
+
+    `users` is the request form that engines of `Part.REQUEST` have.
+    """
 
     context: Context
     split: ModelSplit | None
+    users: SharedUsers | None = None
 
     @cached_property
     def elsewhere(self) -> ElsewhereRuns:
@@ -70,7 +75,7 @@ class Judging:
         return context.directory.document(
             EVALUATE,
             reads,
-            lambda: EvaluationSet(self.judge_attempt(engines.engines, 0, known)),
+            lambda: EvaluationSet(self.judge_attempt(engines.engines, 0, known), today()),
             again=lambda earlier: counts_here(earlier.evaluations, engines.engines),
         )
 
@@ -81,6 +86,7 @@ class Judging:
             "exported": self.context.exported,
             "engines": [[e.id, e.status, e.digest or e.detail] for e in engines.engines],
             "split": () if self.split is None else self.split.digests,
+            "data.request": [config.data.request, self.context.candidates],
             "outputs": config.outputs,
             "data.group": config.data.group,
             "data.slices": config.data.slices,
@@ -123,6 +129,8 @@ class Judging:
         runner = stack.enter_context(self.open_alone(engine))
         if engine.part is Part.DENSE:
             runner = SplitRunner(stack.enter_context(self.open_lookup()), runner)
+        if engine.part is Part.REQUEST:
+            runner = RequestRunner(runner, self.shared)
         return padded(runner.run, self.context.config.batch.min)
 
     def open_alone(self, engine: EngineArtifact) -> Runner:
@@ -136,8 +144,17 @@ class Judging:
             raise InternalError("an engine takes looked-up rows, and the model was not cut")
         return OnnxSession(self.split.halves.lookup.path, SessionOptions(threads=self.context.threads))
 
-    def taken_by_engines(self, inputs: Arrays) -> Arrays:
-        """Engine inputs for model inputs: looked-up rows in place of ids if the model was cut."""
+    @property
+    def shared(self) -> tuple[str, ...]:
+        """Inputs of engines in request form that have a row for each user; empty where there are none."""
+        return () if self.users is None or not self.users.is_used else self.users.inputs
+
+    def taken_by_engines(self, inputs: Arrays, part: Part = Part.WHOLE) -> Arrays:
+        """Engine inputs for model inputs: looked-up rows in place of ids if the model was cut, users and
+        candidates for a part in request form.
+        """
+        if part is Part.REQUEST:
+            return to_users(inputs, self.shared)
         if self.split is None or self.split.halves is None:
             return inputs
         looked_up = self.open_lookup().run(inputs)
@@ -197,7 +214,8 @@ class Judging:
             for engine in engines:
                 try:
                     runner = stack.enter_context(self.open_alone(engine))
-                    subjects[engine.id] = prepared(runner, self.context.config.serving.inputs)
+                    shared = self.shared if engine.part is Part.REQUEST else ()
+                    subjects[engine.id] = prepared(runner, self.context.config.serving.inputs, shared)
                 except StageError as error:
                     failures[engine.id] = f"it does not open: {error}"
             if subjects and engines[0].part is Part.DENSE:
@@ -245,6 +263,11 @@ class Judging:
         wanted = LatencyOptions().input_sets * max(self.context.config.batch.serve)
         rows = max(1, min(wanted, room))
         return SplitRows("timed", rows, rows, lambda: iter([sample(rows)]))
+
+
+def today() -> str:
+    """Return the day (UTC), as an evaluation records it."""
+    return datetime.now(UTC).date().isoformat()
 
 
 def counts_here(evaluations: Sequence[Evaluation], engines: Sequence[EngineArtifact]) -> bool:

@@ -1,10 +1,10 @@
 """Climbing the ladders of plans, and going down again where what was selected misses on certification.
 
-There is a ladder for each planned eight-bit precision. One switchable model
-(`calibration.effects.switchable`) holds every site that may run in it, exact and rounded. A rung is one pass
-of it over the selection split: nothing is built. What is not quantized stays in FP32 there. Constants are as
-an engine will have them (`correcting`): the mean error of a site depends on no other site, and is taken out
-of each; what restores the mean score of the rung is added where the upper bound is lower with it.
+There is a ladder for each planned eight-bit precision, and one for both together (`mixed`). One switchable
+model (`calibration.effects.switchable`) holds every site that may run in it, exact and rounded. A rung is one
+pass of it over the selection split: nothing is built. What is not quantized stays in FP32 there. Constants
+are as an engine will have them (`correcting`): the mean error of a site depends on no other site, and is
+taken out of each; what restores the mean score of the rung is added where the upper bound is lower with it.
 
 Which rung a further attempt takes follows from the selection split (`planning.climbing`); certification says
 only that there is one. Its plan is built wherever the one that missed was, and judged by the same means, with
@@ -29,8 +29,7 @@ from loka_onnx.calibration.effects.switchable import Switch, SwitchableModel, wr
 from loka_onnx.config import PlanId
 from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.evaluation import EvaluationSet, OutputEvaluation
-from loka_onnx.core.formats import Precision
-from loka_onnx.core.plan import Climb, Climbs, PrecisionPlan
+from loka_onnx.core.plan import MIXED, Climb, Climbs, PrecisionPlan, kind_of
 from loka_onnx.core.profile import Profile
 from loka_onnx.core.refinement import RefinedRun
 from loka_onnx.data import Dataset
@@ -56,10 +55,10 @@ SCRATCH = "calibration/instrumented/ladder.onnx"
 
 
 def climb_ladders(context: Context, modified: ModelArtifact, profile: Profile) -> Climbs:
-    """The sites of `fp8-safe` and `int8-safe`, as far as they compete → `ladder.json`."""
+    """The sites of `fp8-safe`, `int8-safe` and `mixed`, as far as they compete → `ladder.json`."""
     splits, chosen, options = context.splits, context.config.plan, plan_options(context, modified)
-    safe = {PlanId.FP8_SAFE: Precision.FP8, PlanId.INT8_SAFE: Precision.INT8}
-    wanted = [precision for plan, precision in safe.items() if plan in options.plans]
+    safe = (PlanId.FP8_SAFE, PlanId.INT8_SAFE, PlanId.MIXED)
+    wanted = [kind_of(plan) for plan in safe if plan in options.plans]
     if not wanted:
         context.directory.forget(LADDER.name)
         return Climbs()
@@ -79,9 +78,12 @@ def climb_ladders(context: Context, modified: ModelArtifact, profile: Profile) -
         "calibration": splits.calibration,
     }
     climbing = Climbing(context, modified, profile)
-    return context.directory.document(
-        LADDER, reads, lambda: Climbs({precision: climbing.climb(precision) for precision in wanted})
-    )
+
+    def make() -> Climbs:
+        climbs = {kind: climbing.climb(kind) for kind in wanted}
+        return Climbs({kind: climb for kind, climb in climbs.items() if climb is not None})
+
+    return context.directory.document(LADDER, reads, make)
 
 
 def attempt_again(judging: Judging, results: Results) -> Results:
@@ -142,24 +144,28 @@ class Climbing:
     modified: ModelArtifact
     profile: Profile
 
-    def climb(self, precision: Precision) -> Climb:
-        """Return the highest rung of all sites that may run in a precision, for the first attempt."""
-        start = self.start(precision)
-        return self._climbed(start, start.rungs, 0)
+    def climb(self, kind: str) -> Climb | None:
+        """Return the highest rung of all sites that may run in a kind of plan, for the first attempt.
+
+        None where a mixed plan would have one format: that plan is left out.
+        """
+        start = self.start(kind)
+        is_mixed = kind != MIXED or start.plan.kind == MIXED
+        return self._climbed(start, start.rungs, 0) if is_mixed else None
 
     def lower(self, plan: PrecisionPlan, attempt: int) -> PrecisionPlan | None:
         """Return a plan with fewer quantized sites for an attempt (from 0); None if no site would be left."""
-        if plan.quantized is None:
+        if not plan.quantized_sites:
             return None
-        start = self.start(plan.quantized, plan)
+        start = self.start(plan.kind, plan)
         sites = self._climbed(start, start.rungs[:-1], attempt).sites
         return start.ladder.plan_of(plan, sites, plan.device) if sites else None
 
-    def start(self, precision: Precision, plan: PrecisionPlan | None = None) -> LadderStart:
-        """Return the ladder of a plan; of all sites that may run in the precision where there is none."""
+    def start(self, kind: str, plan: PrecisionPlan | None = None) -> LadderStart:
+        """Return the ladder of a plan; of all sites that may run in its kind where there is none."""
         context, recipes = self.context, planned_recipes(self.context.config)
         options = plan_options(context, self.modified)
-        planner = Planner(self.modified, self.profile, context.specs, recipes, options, precision)
+        planner = Planner(self.modified, self.profile, context.specs, recipes, options, kind)
         return planner.start_ladder(plan)
 
     def _climbed(self, start: LadderStart, rungs: Sequence[frozenset[str]], attempt: int) -> Climb:

@@ -29,6 +29,7 @@ from loka_onnx.graph.storage import model_files
 from loka_onnx.pipeline.building import available_memory
 from loka_onnx.pipeline.context import CHECK_ROWS, Context
 from loka_onnx.pipeline.correcting import FITTED_ROWS
+from loka_onnx.pipeline.judging import PER_LOAD
 from loka_onnx.pipeline.plans import buildable, competing_plans, planned_recipes
 from loka_onnx.planning.speed import LOADS
 
@@ -57,13 +58,15 @@ COPIES, TABLES = 35, 4
 
 @dataclass(frozen=True)
 class Trial:
-    """The exported model and its form in low precision on `rows` rows: seconds of a row in each, how many
-    times as long as on an idle host work takes, and by output the half width of the interval of its loss.
+    """The exported model and its form in low precision on `rows` rows: seconds of a row in each and, of the
+    exported one, in a request of the largest size that is timed; how many times as long as on an idle host
+    work takes; and by output the half width of the interval of its loss.
     """
 
     rows: int
     exact_seconds: float
     low_seconds: float
+    large_seconds: float
     busy: float
     half_widths: dict[str, float]
 
@@ -122,11 +125,13 @@ def _tried(context: Context) -> Trial:
     (known, exact_seconds), (moved, low_seconds) = (
         [_timed(context, split, run) for _ in range(2)][1] for run in runs
     )
+    largest = max(context.config.batch.serve)
+    _, large_seconds = _timed(context, replace(split, batch_size=largest, most=largest), exact)
     units = Units.of(known.columns, split.group)
     judged = evaluate_outputs(known.outputs, moved.outputs, known.columns, specs, units)
     halves = {o.output: (d.judged.upper - d.judged.lower) / 2 for o in judged if (d := o.difference)}
     busy = max(1.0, (time.perf_counter() - began) / (time.process_time() - used))
-    return Trial(split.rows, exact_seconds, low_seconds, busy, halves)
+    return Trial(split.rows, exact_seconds, low_seconds, large_seconds, busy, halves)
 
 
 def _timed(context: Context, split: Split, run: Run) -> tuple[Predictions, float]:
@@ -141,7 +146,7 @@ def _seconds(context: Context, trial: Trial) -> dict[str, float]:
     calibration = min(context.splits.calibration.rows, config.calibration.rows or 1 << 60)
     formats = len({recipe.precision for recipe in planned_recipes(config)})
     sites = formats * sum(site.is_fp8_able for site in context.exported.sites)
-    plans = [plan for plan in competing_plans(config) if plan.quantized is not None]
+    plans = [plan for plan in competing_plans(config) if plan.precisions]
     here = sum(not backend.build_blocker(a) for _, backend, a in buildable(config))
     engines, judged = here * (1 + len(plans)), sum(rows.values())
     exact, low, busy = trial.exact_seconds, trial.low_seconds, trial.busy
@@ -158,8 +163,15 @@ def _seconds(context: Context, trial: Trial) -> dict[str, float]:
         "report": 0.0,
     }
     fixed = FIXED_SECONDS | {"build": BUILD_SECONDS * engines, "evaluate": LOADS * LOAD_SECONDS * engines}
-    passes["evaluate"] += engines * len(config.batch.serve)
+    passes["evaluate"] += engines * sum(_timing(size * trial.large_seconds) for size in config.batch.serve)
     return {stage: seconds + busy * fixed[stage] for stage, seconds in passes.items()}
+
+
+def _timing(request: float) -> float:
+    """Seconds of timing an engine at a size in all loads, where a request takes so many."""
+    warm = min(PER_LOAD.warmup * request, max(PER_LOAD.max_seconds, request))
+    least, most = PER_LOAD.min_repeats * request, PER_LOAD.max_repeats * request
+    return LOADS * (warm + min(most, max(PER_LOAD.max_seconds, least)))
 
 
 def _rows(context: Context, trial: Trial) -> Iterator[str]:

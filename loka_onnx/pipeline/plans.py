@@ -9,7 +9,7 @@ from dataclasses import replace
 from loka_onnx.config import PlanId, RunConfig, ScaleRule, TargetConfig
 from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.formats import INT8, UINT8, NumberFormat, Precision
-from loka_onnx.core.plan import Climbs, Decision, PlanSet, PrecisionPlan, Verdict
+from loka_onnx.core.plan import EIGHT_BITS, Climbs, Decision, PlanSet, PrecisionPlan, Verdict
 from loka_onnx.core.profile import Profile
 from loka_onnx.core.recipe import AMAX, MSE, Granularity, Recipe
 from loka_onnx.engines.base import Backend
@@ -39,15 +39,18 @@ def planned_formats(config: RunConfig) -> tuple[NumberFormat, ...]:
     devices multiply, each FP8 if it can; FP8 where they multiply nothing in eight bits.
 
     INT8 activations are UINT8 with a zero point, unless a device that needs INT8 plans takes only INT8.
-    Beside a device without FP8, one with a planned FP8 needs none.
+    Beside a device without FP8, one with a planned FP8 needs none, but where both are asked for and `mixed`
+    competes.
     """
     float8 = config.plan.format.number_format
     able, taken = (defaultdict[str, set[NumberFormat]](set) for _ in range(2))
     for target, backend, architecture in buildable(config):
         taken[target.device] |= {*backend.spec.formats_on(architecture)}
         able[target.device] |= {f for f in (float8, INT8, UINT8) if multiplies(backend, architecture, f)}
-    asked = {*(config.plan.formats or (plan.quantized for plan in config.plan.plans or ()))} - {None}
+    plans = config.plan.plans
+    asked = {*(config.plan.formats or (precision for plan in plans or () for precision in plan.precisions))}
     is_alone = bool(asked) and Precision.FP8 not in asked
+    is_alone |= {*EIGHT_BITS} <= asked and PlanId.MIXED in (plans or (PlanId.MIXED,))
     needs = [device for device, formats in able.items() if is_alone or float8 not in formats]
     is_symmetric = any(INT8 in taken[device] and UINT8 not in taken[device] for device in needs or able)
     known = {Precision.FP8: float8, Precision.INT8: INT8 if is_symmetric else UINT8}
@@ -151,21 +154,38 @@ def buildable(config: RunConfig) -> Iterator[tuple[TargetConfig, Backend, str]]:
                 yield target, backend, architecture
 
 
-def competing_plans(config: RunConfig, timed: Collection[str] = ()) -> tuple[PlanId, ...]:
+def competing_plans(config: RunConfig, timed: Collection[DeviceTimings] = ()) -> tuple[PlanId, ...]:
     """Plans of a run, in the order they compete: those that the run file lists, if it lists any.
 
-    `fp8-fast` is made where kernel times are known of a device (`timed`).
+    Fast plans are made where kernel times in their precision are known of a device (`timed`). `untouched` has
+    no lookups to leave out, so that there is none beside a model that is cut at its embeddings.
     """
     if config.plan.plans is not None:
         return config.plan.plans
+    is_whole = not config.model.split_sparse
+    compiles = is_whole and any(b.untouched and where != CPU for _, b, where in buildable(config))
+    untouched = (PlanId.UNTOUCHED,) if compiles else ()
     fp16 = (PlanId.FP16,) if _runs(config, Precision.FP16) else ()
-    fast = (PlanId.FP8_FAST,) if any(target.device in timed for target in config.targets) else ()
     of_format = {
-        Precision.FP8: (PlanId.FP8_ALL, PlanId.FP8_SAFE, *fast),
-        Precision.INT8: (PlanId.INT8_ALL, PlanId.INT8_SAFE),
+        Precision.FP8: (PlanId.FP8_ALL, PlanId.FP8_SAFE, PlanId.FP8_FAST),
+        Precision.INT8: (PlanId.INT8_ALL, PlanId.INT8_SAFE, PlanId.INT8_FAST),
     }
-    quantized = (plan for format in planned_formats(config) for plan in of_format[format.precision])
-    return (PlanId.FP32, PlanId.BF16, *fp16, *quantized)
+    here = {target.device for target in config.targets}
+    fast = {
+        of_format[precision][-1]
+        for precision in of_format
+        if any(known.times(precision) for known in timed if known.device in here)
+    }
+    formats = planned_formats(config)
+    quantized = [
+        plan
+        for format in formats
+        for plan in of_format[format.precision]
+        if plan in fast or not plan.endswith("-fast")
+    ]
+    both = (all(multiplies(backend, at, f) for f in formats) for _, backend, at in buildable(config))
+    quantized += [PlanId.MIXED] if len(formats) > 1 and any(both) else []
+    return (PlanId.FP32, PlanId.BF16, *fp16, *untouched, *quantized)
 
 
 def _runs(config: RunConfig, precision: Precision) -> bool:
@@ -188,7 +208,7 @@ def plan_options(context: Context, model: ModelArtifact) -> PlanOptions:
         keep=chosen.keep,
         force=chosen.force,
         base=None if chosen.base == "auto" else chosen.base,
-        plans=competing_plans(context.config, [known.device for known in devices if known.timings]),
+        plans=competing_plans(context.config, devices),
         confidence=context.config.calibration.confidence,
         protect=chosen.protect,
         exported=context.exported,
@@ -246,4 +266,6 @@ def decide_plans(context: Context, model: ModelArtifact, profile: Profile, safe:
 def search_plans(context: Context, model: ModelArtifact, profile: Profile) -> tuple[PrecisionPlan, ...]:
     """Plans beside the best one of the search over kernel times, for every device with such times."""
     recipes, options = planned_recipes(context.config), plan_options(context, model)
-    return Planner(model, profile, context.specs, recipes, options).refinements()
+    kinds = dict.fromkeys(recipe.precision for recipe in recipes)
+    planners = (Planner(model, profile, context.specs, recipes, options, kind) for kind in kinds)
+    return tuple(plan for planner in planners for plan in planner.refinements())

@@ -47,7 +47,7 @@ REFRESH_ROWS = 4096
 
 
 class Probing:
-    """Calibration of the models of one run, on its calibration split."""
+    """Calibration of the models of one run on its calibration split; ranges are of its selection rows too."""
 
     def __init__(self, context: Context) -> None:
         self.context, self.config, self.specs = context, context.config, context.specs
@@ -113,7 +113,7 @@ class Probing:
             # `calibration.rows` is about the split; whoever names a file means all of it.
             options = self._options(lambda profile: self._open_verdicts(model, earlier.merge(profile)))
             with self._executor() as executor:
-                options = replace(options, rows=None, range_rows=None, executor=executor)
+                options = replace(options, rows=None, range_rows=None, beside=(), executor=executor)
                 subject = ProfiledModel(model, self.specs)
                 merged = update(earlier, subject, added, self._scratch, options, self.progress)
             if not self.config.calibration.stop_when_decided:
@@ -149,6 +149,7 @@ class Probing:
                     scales=scales_of(ranges, recipes),
                     rows=few,
                     range_rows=None,
+                    beside=(),
                     error_precision=None,
                     sensitivity_rows=few,
                     draws=1,
@@ -206,6 +207,7 @@ class Probing:
             group=self.config.data.group,
             draws=settings.draws,
             seed=settings.seed,
+            beside=(self.context.splits.selection,),
         )
 
     def _open_verdicts(self, model: ModelArtifact, profile: Profile) -> tuple[str, ...]:
@@ -234,7 +236,7 @@ class Probing:
         """
         return {
             "model": model,
-            "data": self.data,
+            "data": [self.data, self.context.splits.selection],
             "calibration": self.config.calibration.model_dump(
                 mode="json", exclude={"executor", "ray_address"}
             ),

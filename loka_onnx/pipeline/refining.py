@@ -32,7 +32,7 @@ from loka_onnx.config.schema import RefineConfig
 from loka_onnx.core.engine import BuildStatus, EngineArtifact
 from loka_onnx.core.evaluation import Evaluation, EvaluationSet, median_error
 from loka_onnx.core.formats import Precision
-from loka_onnx.core.plan import PlanSet, PrecisionPlan
+from loka_onnx.core.plan import MIXED, PlanSet, PrecisionPlan
 from loka_onnx.core.refinement import (
     REFINED_NAME,
     HardwareRefinement,
@@ -135,10 +135,11 @@ class Bench:
         return search_plans(self._judging.context, self._results.modified, self._results.profile)
 
     @cached_property
-    def _ladders(self) -> dict[Precision, Ladder]:
+    def _ladders(self) -> dict[str, Ladder]:
         results = self._results
         climbing = Climbing(self._judging.context, results.modified, results.profile)
-        return {precision: climbing.start(precision).ladder for precision in results.profile.precisions}
+        mixed = {plan.kind for plan in results.plans.plans} & {MIXED}
+        return {kind: climbing.start(kind).ladder for kind in (*results.profile.precisions, *mixed)}
 
     def from_search(self, target: str) -> Sequence[PrecisionPlan]:
         """Plans for a target that kernel times propose, the most telling first."""
@@ -146,9 +147,9 @@ class Bench:
 
     def revert_sites(self, plan: PrecisionPlan, evaluation: Evaluation, target: str) -> Reverted | None:
         """A plan with fewer quantized sites, for one whose engine misses the budget; None for none."""
-        if plan.quantized is None:
+        if not plan.quantized_sites:
             return None
-        return self._ladders[plan.quantized].revert_sites(plan, evaluation, target)
+        return self._ladders[plan.kind].revert_sites(plan, evaluation, target)
 
 
 @dataclass(frozen=True)

@@ -126,11 +126,16 @@ def split_rule(config: RunConfig) -> str:
 
 @dataclass(frozen=True)
 class Requests:
-    """Generated inputs of a model; bindings have the bounds of ids, numbers are positive where `unsigned`."""
+    """Generated inputs of a model; bindings have the bounds of ids, numbers are positive where `unsigned`.
+
+    Rows of `shared` inputs are the same for `candidates` rows, one after the other.
+    """
 
     inputs: Sequence[TensorSpec]
     bindings: Sequence[InputBinding]
     unsigned: bool = False
+    shared: tuple[str, ...] = ()
+    candidates: int = 1
     _seeds: Iterator[int] = field(default_factory=lambda: count(1), repr=False)
 
     def generated(self, rows: int) -> Arrays:
@@ -142,7 +147,8 @@ class Requests:
         drawn = generated_rows(self.inputs, self.bindings, rows, seed)
         if self.unsigned:
             drawn |= {name: np.abs(values) for name, values in drawn.items() if values.dtype.kind == "f"}
-        return drawn
+        user = np.arange(rows) // self.candidates
+        return drawn | {name: drawn[name][user] for name in self.shared}
 
 
 def generated_rows(

@@ -33,6 +33,7 @@ from loka_onnx.pipeline.plans import decide_plans
 from loka_onnx.pipeline.probing import Probing
 from loka_onnx.pipeline.refining import refine_engines
 from loka_onnx.pipeline.serving import measure_throughput
+from loka_onnx.pipeline.sharing import share_features
 from loka_onnx.pipeline.splitting import cut_model
 from loka_onnx.pipeline.versions import library_versions
 from loka_onnx.planning.choice import check_built
@@ -59,7 +60,7 @@ class Stage(StrEnum):
 STAGES = {
     Stage.EXPORT: ("export", "check data"),
     Stage.CALIBRATE: ("calibrate",),
-    Stage.TRANSFORM: ("mods", "loud channels", "recalibrate", "split"),
+    Stage.TRANSFORM: ("mods", "loud channels", "recalibrate", "split", "request"),
     Stage.PLAN: ("ladder", "plan"),
     Stage.BUILD: ("correct", "build"),
     Stage.EVALUATE: ("refine", "evaluate"),
@@ -73,6 +74,7 @@ def expected_stages(config: RunConfig | None, until: Stage = Stage.BUNDLE) -> tu
     """Names of the stages of a run, in order; ``refine`` begins only where a device here runs FP8."""
     left_out = {
         "split": config is None or not config.model.split_sparse,
+        "request": config is None or config.data.request is None,
         "refine": config is not None and config.refine.rounds == 0,
         "throughput": config is None or config.serving.p99_ms is None,
     }
@@ -215,7 +217,7 @@ def _stages(settings: RunSettings, options: RunOptions) -> Iterator[tuple[Stage,
     merged = modify_and_measure(context, probed, probing)
     modified = split_high_error(context, merged, allowed_errors(context, merged))
     profile = probing.recalibrate(modified.model, merged.model, merged.profile)
-    judging = Judging(context, cut_model(context, modified.model))
+    judging = Judging(context, cut_model(context, modified.model), share_features(context, modified.model))
     yield Stage.TRANSFORM, ended
 
     safe = climb_ladders(context, modified.model, profile)

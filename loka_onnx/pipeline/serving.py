@@ -156,7 +156,7 @@ def _measure(judging: Judging, loaded: Loaded) -> Throughput:
         try:
             runners = [stack.enter_context(judging.open_alone(engine)) for _ in range(serving.streams)]
             drawn = (context.requests.generated(loaded.batch) for _ in range(INPUT_SETS))
-            inputs = [judging.taken_by_engines(each) for each in drawn]
+            inputs = [judging.taken_by_engines(each, engine.part) for each in drawn]
             served = Served.of(runners, inputs[0], serving.inputs)
             measured = replace(measured, inputs=served.inputs)
             found = find_highest_rate(served.runs, inputs, options)

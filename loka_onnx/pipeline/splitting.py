@@ -66,18 +66,19 @@ def cut_model(context: Context, model: ModelArtifact) -> ModelSplit | None:
 
 def source_of(model: ModelArtifact, plans: PlanSet, split: ModelSplit | None) -> Source:
     """Return the dense half with its plans if the model was cut, else the whole model; a TransformError for a
-    plan that was made for another model.
+    plan that was made for another model. The exported model is not cut: its plan is left out.
     """
     if split is None or split.halves is None:
         return Source(model, plans, Part.WHOLE)
     dense = split.halves.dense
-    for plan in plans.plans:
+    cut = [plan for plan in plans.plans if not plan.untouched]
+    for plan in cut:
         check_plan(plan, split.parent)
     # What a plan keeps wide may be a lookup, or its pooling: no engine computes that.
     nodes = {node.name for node in GraphModel.load(dense.path).nodes}
     handed = tuple(
         replace(plan, model_digest=dense.digest, wide=tuple(w for w in plan.wide if w.node in nodes))
-        for plan in plans.plans
+        for plan in cut
     )
     return Source(dense, PlanSet(handed), Part.DENSE)
 

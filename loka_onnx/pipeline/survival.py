@@ -20,7 +20,12 @@ from loka_onnx.core.site import OtherProduct
 from loka_onnx.engines.isolation import Ending, run_child
 from loka_onnx.engines.request import Limits
 from loka_onnx.errors import EngineError, ModelError
-from loka_onnx.export.preflight import Batches, Fault, Finding
+from loka_onnx.export.preflight import Batches, Fault, Finding, preflight
+from loka_onnx.graph.id_bounds import id_bounds
+from loka_onnx.graph.model import GraphModel
+from loka_onnx.graph.products import other_products
+from loka_onnx.graph.shape_values import tensor_spec
+from loka_onnx.pipeline.rows import bind_columns, generated_rows
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
 
 ENDING_OPS = frozenset({"GRU", "LSTM"})
@@ -49,6 +54,19 @@ def find_fatal_batch(path: Path, products: Iterable[OtherProduct], batches: Batc
         return None
     evidence = f"a batch of {begun[0]}: a process that ran it {outcome.describe(_LIMITS)}"
     return Finding(Fault.FAILS, f"node {', '.join(suspects)}", evidence)
+
+
+def try_generated(path: Path, model: GraphModel, smallest: int, largest: int) -> tuple[Finding, ...]:
+    """Run a canonical model on generated rows, ids of unknown tables all 0; return its faults.
+
+    Raises LokaError if rows cannot be generated for an input.
+    """
+    inputs, outputs = (tuple(map(tensor_spec, ends)) for ends in (model.inputs, model.outputs))
+    rows = generated_rows(inputs, bind_columns({}, inputs, id_bounds(model)), largest)
+    batches = Batches(rows, smallest, largest, are_generated=True)
+    fatal = find_fatal_batch(path, other_products(model), batches)
+    names = [spec.name for spec in outputs if spec.shape[:1] == (None,)]
+    return preflight(model, batches, names) if fatal is None else (fatal,)
 
 
 def _try(session: OnnxSession, rows: Mapping[str, npt.NDArray[Any]], sizes: Sequence[int]) -> None:

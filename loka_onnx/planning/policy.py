@@ -10,6 +10,7 @@ from loka_onnx.core.artifact import ModelArtifact, OutputSpec
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.intervals import CONFIDENCE
 from loka_onnx.core.plan import (
+    MIXED,
     Climb,
     Climbs,
     Decision,
@@ -19,26 +20,28 @@ from loka_onnx.core.plan import (
     SiteSpeed,
     Verdict,
     Wide,
-    quantized_precision,
+    kind_of,
+    quantized_precisions,
 )
 from loka_onnx.core.profile import Profile
 from loka_onnx.core.recipe import Recipe
 from loka_onnx.core.site import Site, SiteKind
 from loka_onnx.errors import ConfigError
-from loka_onnx.graph.model import GraphModel, values_of
+from loka_onnx.graph.model import GraphModel
 from loka_onnx.planning.base import Base, Bases, with_scales
 from loka_onnx.planning.costs import Costs, able_share, allowed_kl, share_of, useful_flops
 from loka_onnx.planning.judging import judge, percent
 from loka_onnx.planning.ladder import Ladder
-from loka_onnx.planning.patterns import named_places, nothing_left, wishes
+from loka_onnx.planning.mixing import Mixture, mix_formats, why_no_integers
+from loka_onnx.planning.patterns import find_places, named_places, nothing_left, wishes
 from loka_onnx.planning.search import FastSearch, Sites
 from loka_onnx.planning.site_speed import DeviceTimings, SiteSpeeds
 
-_QUANTIZED = tuple(f"{precision}-{which}" for precision in ("fp8", "int8") for which in ("all", "safe"))
-FAST = "fp8-fast"
-"""The plan that is made for each device by its kernel times."""
-MATRIX = 2
-"""Axes of a matrix."""
+_QUANTIZED = ("fp8-all", "fp8-safe", "int8-all", "int8-safe", MIXED)
+FAST = "fast"
+"""Last word of a plan that is made for each device by its kernel times."""
+UNTOUCHED = "untouched"
+"""The plan of the exported model, which no mod has changed."""
 
 
 @dataclass(frozen=True)
@@ -56,9 +59,9 @@ class PlanOptions:
         protect: Parts that stay in FP32 in a BF16 or FP16 plan without being named.
         exported: The model before mods, for which the patterns were written; a pattern that matches only
             there becomes a note. None where plans are made for that model itself.
-        devices: Kernel times of each device; one without any becomes a note and gets no plan `fp8-fast`.
-        safe: The climbed rungs, the sites of `fp8-safe` and `int8-safe`. A plan without one, as nothing was
-            judged jointly, rests on the bounds of single sites (`judging`).
+        devices: Kernel times of each device; one without any becomes a note and gets no fast plan.
+        safe: The climbed rungs, the sites of `fp8-safe`, `int8-safe` and `mixed`. A plan without one, as
+            nothing was judged jointly, rests on the bounds of single sites (`judging`).
     """
 
     keep: tuple[str, ...] = ()
@@ -95,37 +98,33 @@ def make_plans(
     magnitudes for FP16.
     """
     options = options or PlanOptions()
-    planners = {
-        precision: Planner(model, profile, outputs, recipes, options, precision)
-        for precision in dict.fromkeys(recipe.precision for recipe in recipes)
-    }
+    kinds: list[str] = [*dict.fromkeys(recipe.precision for recipe in recipes)]
+    kinds += [MIXED] if MIXED in options.plans else []
+    planners = {kind: Planner(model, profile, outputs, recipes, options, kind) for kind in kinds}
     # Plans in high precision are the same for each.
     first = next(iter(planners.values()))
 
     def planner_of(plan_id: str) -> Planner:
-        precision = quantized_precision(plan_id)
-        return first if precision is None else planners.get(precision, first)
+        return planners.get(kind_of(plan_id), first)
 
     plans = tuple(plan for plan_id in options.plans for plan in planner_of(plan_id).plans(plan_id))
     notes = dict.fromkeys(note for planner in planners.values() for note in planner.notes)
-    speeds = tuple(speed for planner in planners.values() for speed in planner.speeds)
+    speeds = tuple(speed for kind, of in planners.items() if kind != MIXED for speed in of.speeds)
     share = able_share(model, sum(first.flops.values()))
     return PlanSet(_compared(plans, planners), tuple(notes), speeds, share)
 
 
-def _compared(
-    plans: Sequence[PrecisionPlan], planners: Mapping[Precision, Planner]
-) -> tuple[PrecisionPlan, ...]:
+def _compared(plans: Sequence[PrecisionPlan], planners: Mapping[str, Planner]) -> tuple[PrecisionPlan, ...]:
     """Add to the reasons of sites that are out of one safe plan and in that of another precision by how much
     the two differ.
     """
     safe = [plan for plan in plans if plan.id.endswith("-safe")]
 
     def compared(decision: Decision, plan: PrecisionPlan) -> Decision:
-        ours = quantized_precision(plan.id)
+        ours = Precision(kind_of(plan.id))
         for other in safe:
             there = other.decision(decision.site).precision
-            if decision.precision.is_quantized or ours is None or not there.is_quantized:
+            if decision.precision.is_quantized or not there.is_quantized:
                 continue
             kl, kl_there = (percent(planners[each].kl_of(decision.site)) for each in (ours, there))
             words = f"{there.upper()}, with a KL of {kl_there} against {kl} in {ours.upper()}"
@@ -172,8 +171,8 @@ def open_verdicts(
 
 
 class Planner:
-    """Makes plans of one model in one precision, that of the first recipe by default; other arguments and
-    errors are those of `make_plans`.
+    """Makes plans of one model and one kind: in the precision of the first recipe by default, or `MIXED`;
+    other arguments and errors are those of `make_plans`.
     """
 
     def __init__(
@@ -183,15 +182,24 @@ class Planner:
         outputs: tuple[OutputSpec, ...],
         recipes: Sequence[Recipe],
         options: PlanOptions,
-        precision: Precision | None = None,
+        kind: str = "",
     ) -> None:
         self.model, self.outputs, self.options = model, outputs, options
-        self.precision = recipes[0].precision if precision is None else precision
-        self.recipes = {recipe.id: recipe for recipe in recipes if recipe.precision is self.precision}
-        profile = self.profile = profile.of(self.precision)
+        self.kind = kind or recipes[0].precision
+        precisions = quantized_precisions(self.kind)
+        self.recipes = {recipe.id: recipe for recipe in recipes if recipe.precision in precisions}
         graph = self.graph = GraphModel.load(model.path)
+        self.mixture = Mixture(dict.fromkeys((site.name for site in model.sites), precisions[0]), {})
+        if self.kind == MIXED:
+            each = {p: Planner(model, profile, outputs, recipes, options, p) for p in precisions}
+            costs = {precision: planner.costs for precision, planner in each.items()}
+            timed = [planner._site_speeds for planner in each.values()]
+            shared = next((device for device in timed[0] if all(device in of for of in timed)), None)
+            speeds = {} if shared is None else {p: of._site_speeds[shared] for p, of in each.items()}
+            self.mixture = mix_formats(graph, model.sites, outputs, costs, speeds)
+        profile = self.profile = profile.of(self.mixture.formats)
         self.flops = {site.name: useful_flops(graph, site) for site in model.sites if site.is_fp8_able}
-        self.costs = Costs(profile, outputs)
+        self.costs: Costs = Costs(profile, outputs)
         named, forced = wishes(model, graph, options.keep, options.force, options.exported)
         self.kept, self.forced = named.sites, forced.sites
         self.notes = [*nothing_left("plan.keep", named.nothing), *nothing_left("plan.force", forced.nothing)]
@@ -199,19 +207,25 @@ class Planner:
         self.bases = Bases(graph, profile.tensors, options.protect, named.nodes, self.forced)
 
     def plans(self, plan_id: str) -> Iterator[PrecisionPlan]:
-        """Yield the plans of that id: one, or of `FAST` one for each device on which it saves time."""
-        if plan_id != FAST:
-            yield self._plan_of(plan_id)
+        """Yield the plans of that id: one, or a fast one for each device on which it saves time."""
+        if plan_id != self._fast:
+            plan = self._untouched() if plan_id == UNTOUCHED else self._plan_of(plan_id)
+            if plan_id == MIXED and plan.kind != MIXED:
+                only = plan.kind.upper() or "none of both"
+                self.notes.append(f"plan {MIXED} is left out: it would have sites in {only} alone")
+            else:
+                yield plan
             return
         if not self.options.devices:
             self._leave_out("no device was named that it could be made for")
         for known in self.options.devices:
-            if not known.timings:
-                self._leave_out(f"no kernel timings for device {known.device}; run `loka-onnx tune`")
+            if known.device not in self._searches:
+                of = "" if self.kind == Precision.FP8 else f" in {self.kind.upper()}"
+                self._leave_out(f"no kernel timings for device {known.device}{of}; run `loka-onnx tune`")
                 continue
             search = self._searches[known.device]
             if search.note:
-                self.notes.append(f"plan {FAST}: {search.note}")
+                self.notes.append(f"plan {self._fast}: {search.note}")
             if search.saves:
                 yield self._fast_plan(self._fast_id(known.device), search, search.best)
             else:
@@ -223,12 +237,12 @@ class Planner:
         return kls[max(kls, key=lambda spec: kls[spec] / (allowed_kl(spec) or 1.0))]
 
     def _leave_out(self, reason: str) -> None:
-        self.notes.append(f"plan {FAST} is left out: {reason}")
+        self.notes.append(f"plan {self._fast} is left out: {reason}")
 
     def refinements(self) -> tuple[PrecisionPlan, ...]:
-        """Return refinements of `fp8-fast` worth building and timing, the most informative first, by device.
+        """Return refinements of the fast plan worth building and timing, the most telling first, by device.
 
-        Each, ``fp8-fast-1``, …, toggles the sites of one tensor and is otherwise the best inside the budget
+        Each, as ``fp8-fast-1``, toggles the sites of one tensor and is otherwise the best inside the budget
         (`search.neighbours`).
         """
         return tuple(
@@ -249,7 +263,7 @@ class Planner:
         """
         if plan is None:
             obstacles = {site.name: self._kept_out(site) for site in self.model.sites}
-            plan = self._quantized_plan(f"{self.precision}-safe", obstacles)
+            plan = self._quantized_plan(MIXED if self.kind == MIXED else f"{self.kind}-safe", obstacles)
         ladder = Ladder(self.model, self.profile, self.outputs, self.speeds, self.forced)
         device = plan.device or next(iter(self._site_speeds), "")
         return LadderStart(ladder, ladder.rungs(plan.quantized_sites, device), plan)
@@ -264,14 +278,44 @@ class Planner:
             raise ConfigError(
                 f"E0707 unknown plan '{plan_id}'",
                 where="plan.plans",
-                evidence=f"known are {', '.join((*simple, *_QUANTIZED, FAST))}",
+                evidence=f"known are {', '.join((*simple, *_QUANTIZED, 'fp8-fast', 'int8-fast', UNTOUCHED))}",
                 remedy="remove it, or correct its name",
             )
         obstacles = {site.name: self._obstacle(site, plan_id) for site in self.model.sites}
         return self._quantized_plan(plan_id, obstacles)
 
+    def _untouched(self) -> PrecisionPlan:
+        """Return the plan of the exported model: FP16 is as fast as BF16 and more exact, where it fits.
+
+        A tensor that mods removed has no magnitude in the profile: it counts as one that does not fit.
+        """
+        model, options = self.options.exported or self.model, self.options
+        graph, tensors = GraphModel.load(model.path), self.profile.tensors
+        kept = find_places(options.keep, model.sites, (node.name for node in graph.nodes))
+        norms = {s.name for s in model.sites if s.kind is SiteKind.NORM}
+        named = {**kept.nodes, **{name: why for name, why in kept.sites.items() if name in norms}}
+        bases = Bases(graph, tensors, options.protect, named)
+        base = bases.chosen(()) if tensors else bases.fixed(Precision.BF16)
+        usual = f"everything of the exported model runs in {base.precision}"
+        decisions = tuple(
+            Decision(
+                site.name,
+                Precision.FP32 if site.name in base.wide else base.precision,
+                None,
+                Verdict.NOT_JUDGED,
+                base.wide.get(site.name, usual),
+            )
+            for site in model.sites
+        )
+        sites = {site.name for site in model.sites}
+        wide = tuple(Wide(node, reason) for node, reason in base.wide.items() if node not in sites)
+        return PrecisionPlan(
+            UNTOUCHED, model.digest, base.precision, decisions, {}, 0.0, wide, base.reason, untouched=True
+        )
+
     def _climb(self, plan_id: str) -> Climb | None:
-        return self.options.safe.by_precision.get(self.precision) if plan_id.endswith("-safe") else None
+        is_climbed = plan_id == MIXED or plan_id.endswith("-safe")
+        return self.options.safe.by_kind.get(self.kind) if is_climbed else None
 
     def _quantized_plan(self, plan_id: str, obstacles: Mapping[str, str | None]) -> PrecisionPlan:
         """Return the plan with every site quantized that has no obstacle."""
@@ -292,7 +336,7 @@ class Planner:
     def _plan(self, plan_id: str, base: Base, decisions: tuple[Decision, ...]) -> PrecisionPlan:
         chosen = {d.site for d in decisions if d.precision.is_quantized}
         sites = {d.site for d in decisions}
-        outputs = self.outputs if quantized_precision(plan_id) else ()
+        outputs = self.outputs if quantized_precisions(plan_id) else ()
         return PrecisionPlan(
             id=plan_id,
             model_digest=self.model.digest,
@@ -316,16 +360,13 @@ class Planner:
 
     @cached_property
     def _site_speeds(self) -> dict[str, SiteSpeeds]:
-        # Kernel times compare FP8 with the base.
-        if self.precision is not Precision.FP8 or not any(known.timings for known in self.options.devices):
-            return {}
+        precisions = quantized_precisions(self.kind)
+        timed = [d for d in self.options.devices if all(d.times(precision) for precision in precisions)]
+        # Kernel times compare eight bits with the base.
         base = self.options.base or Precision.BF16
-        recipes = {site.name: self._recipe(site) for site in self.model.sites if site.is_fp8_able}
-        return {
-            known.device: SiteSpeeds(self.graph, self.model.sites, known, base, recipes)
-            for known in self.options.devices
-            if known.timings
-        }
+        able = [site for site in self.model.sites if site.is_fp8_able] if timed else []
+        recipes = {site.name: self._recipe(site) for site in able}
+        return {d.device: SiteSpeeds(self.graph, self.model.sites, d, base, recipes) for d in timed}
 
     @cached_property
     def _searches(self) -> dict[str, FastSearch]:
@@ -339,8 +380,12 @@ class Planner:
         }
 
     def _fast_id(self, device: str) -> str:
-        """Return `FAST`, with the device where there are several."""
-        return FAST if len(self._site_speeds) == 1 else f"{FAST}-{device}"
+        """Return the id of the fast plan, with the device where there are several."""
+        return self._fast if len(self._site_speeds) == 1 else f"{self._fast}-{device}"
+
+    @property
+    def _fast(self) -> str:
+        return f"{self.kind}-{FAST}"
 
     def _fast_plan(self, plan_id: str, search: FastSearch, chosen: Sites) -> PrecisionPlan:
         sites = self.model.sites
@@ -357,12 +402,15 @@ class Planner:
 
     def _why_out(self, site: Site, search: FastSearch, chosen: Sites) -> str:
         """Return why a site is not chosen, as a prefix of its verdict."""
-        obstacle = self._obstacle(site, FAST)
+        obstacle = self._obstacle(site, self._fast)
         if obstacle or site.name not in self.flops or site.name in self.kept:
             return obstacle or ""
         kernel = search.speeds.fused.get(site.name)
         if kernel is not None:
-            return f"slow: FP8 would break up the kernel '{kernel}', which computes it with its neighbours; "
+            name = self.mixture.formats[site.name].upper()
+            return (
+                f"slow: {name} would break up the kernel '{kernel}', which computes it with its neighbours; "
+            )
         return f"{search.why_out(site.name, chosen)}; "
 
     def _decision(
@@ -390,7 +438,13 @@ class Planner:
         judgement = self.judgements[name]
         if name in self.kept:
             obstacle = f"kept in {precision} by '{self.kept[name]}'; "
-        return Decision(name, precision, None, judgement.verdict, f"{obstacle or ''}{judgement.reason}")
+        reason = f"{obstacle or ''}{judgement.reason}{self._why_format(name)}"
+        return Decision(name, precision, None, judgement.verdict, reason)
+
+    def _why_format(self, site: str) -> str:
+        """Return which format a site has, or would have, in a mixed plan, and which lost by how much."""
+        why = self.mixture.reasons.get(site)
+        return f"; {why}" if why else ""
 
     def _norm_decision(self, name: str, base: Precision) -> Decision:
         if name in self.kept:
@@ -418,9 +472,11 @@ class Planner:
 
     def _kept_out(self, site: Site, *, takes_thin: bool = False) -> str | None:
         """Return why a site may not be quantized whatever it costs, as a prefix; None where it may."""
-        name, no_integers = self.precision.upper(), self._no_integers(site)
+        precision = self.mixture.formats.get(site.name, Precision.FP8)
+        no_integers = why_no_integers(self.graph, site) if precision is Precision.INT8 else ""
         if no_integers or site.name in self.forced:
-            return no_integers
+            return no_integers or None
+        name = precision.upper()
         if site.kind is SiteKind.NORM or site.name in self.kept:
             return ""
         if site.name in self.bases.protected:
@@ -431,18 +487,6 @@ class Planner:
             return f"K = {site.k}, N = {site.n}: {name} kernels want both to be at least 16; "
         return None
 
-    def _no_integers(self, site: Site) -> str | None:
-        """Return why no backend multiplies a site in INT8, as a prefix; None else, and in FP8."""
-        weight = site.weight
-        if weight is None or self.precision is not Precision.INT8:
-            return None
-        if weight.index == 0 and site.op_type in {"MatMul", "Gemm"}:
-            return "its weight is the left factor: no INT8 kernel has a scale for each of its rows; "
-        axes = values_of(self.graph.node(site.name).inputs[weight.index]).ndim
-        if axes > MATRIX and site.op_type == "MatMul":
-            return f"its weight has {axes} axes: no INT8 kernel has a scale for each channel of it; "
-        return None
-
     def _quantized(self, site: Site, climb: Climb | None = None) -> Decision:
         recipe, judgement = self._recipe(site), self.judgements[site.name]
         verdict, reason = judgement.verdict, judgement.reason
@@ -451,6 +495,7 @@ class Planner:
         elif climb is not None:
             # Together with these sites it is inside the budget, whatever its verdict among all sites.
             verdict, reason = Verdict.SAFE, f"{_on_rung(climb)}; {reason}"
+        reason += self._why_format(site.name)
         decision = Decision(site.name, recipe.precision, recipe, verdict, reason)
         return with_scales(decision, site, recipe, self.graph, self.profile)
 

@@ -1,4 +1,4 @@
-"""Search the FP8 sites that save the most time inside the accuracy budget: the plan `fp8-fast` of a device.
+"""Search the sites that save the most time inside the accuracy budget: plans `fp8-fast`, `int8-fast`.
 
 Each site saves the time of its product; each quantized tensor costs its quantize step once, whoever reads it,
 or nothing where the kernel in front of it quantizes as well:
@@ -48,7 +48,7 @@ CostOf = Callable[[Sites], float]
 LARGEST_UNIT = 8
 """Sites of a unit up to which each of its subsets has a variable: 255 of them."""
 REFINEMENTS = 4
-"""Plans beside `fp8-fast` that are worth building and timing."""
+"""Plans beside a fast one that are worth building and timing."""
 SECONDS = 30.0
 """Time limit of one search; what was found by then stands."""
 _LIMIT_REACHED = 1
@@ -381,7 +381,7 @@ class FastSearch:
         """Return the note of a plan that is left out."""
         verdicts = [self.speeds.speed(item.site).verdict for item in self.problem.items]
         fast = sum(verdict is SpeedVerdict.FAST for verdict in verdicts)
-        inside = "none of them fits the budget" if fast else "at none of them FP8 saves time"
+        inside = "none of them fits the budget" if fast else "at none of them eight bits save time"
         count = f"of {len(verdicts)} sites with known times {fast} {'is' if fast == 1 else 'are'} fast"
         return f"no set of sites inside of the budget saves time on {self.speeds.device}: {count}, {inside}"
 

@@ -54,6 +54,10 @@ class DeviceTimings:
     stands_for: str = ""
     fused: Mapping[str, str] = field(default_factory=dict)
 
+    def times(self, precision: Precision) -> bool:
+        """True if it has times of kernels in a precision."""
+        return any(timing.kernel.precision is precision for timing in self.timings)
+
     @property
     def key(self) -> dict[str, Any]:
         """Plain data that plans by these times depend on."""
@@ -161,7 +165,8 @@ class SiteSpeeds:
                 f"too few kernel timings of {self._known.backend} on {self.device} to predict its time; run "
                 "`loka-onnx tune`"
             )
-            return SiteSpeed(site, self.device, SpeedVerdict.UNKNOWN, {}, {}, source.tensor, False, reason)
+            unknown = SiteSpeed(site, self.device, SpeedVerdict.UNKNOWN, {}, {}, source.tensor, False, reason)
+            return replace(unknown, precision=self._recipes[site].precision)
         times = self._times[site]
         gains = [self.saved_per_row(other) for other in self._readers(source.tensor)]
         together = fsum(gain for gain in gains if gain > 0.0) - self.quantize_per_row(site)
@@ -176,6 +181,7 @@ class SiteSpeeds:
             is_measured=all(time.is_measured for time in times.values()),
             reason=self._in_words(site),
             made_by=source.made_by,
+            precision=self._recipes[site].precision,
         )
 
     def predicted_us(self, base: Precision, decisions: Sequence[Decision]) -> dict[str, float]:

@@ -5,7 +5,8 @@ batch does not outweigh a small one by its size alone.
 
 **The load is the unit.** A reloaded engine lies elsewhere in memory and may run 1 or 2 % faster or slower
 until the next load, however often it is timed. So engines are loaded several times, in turns, and each load
-gives one value, the logarithm of the time. With x_el of engine e in load l,
+gives one value, the logarithm of its least time: what else a busy host does only adds to requests, in some
+loads to most of them. With x_el of engine e in load l,
 
     x_el = engine_e + load_l + ε_el,
 
@@ -14,8 +15,10 @@ values less fitted means; a slow load slows all engines and cancels. Two engines
 by the mean of their n differences ± t·s·√(2/n), with t the quantile of Student's distribution for `risk`,
 divided by the number of pairs of engines (Bonferroni), of batch sizes judged one by one, and of `ANALYSES`:
 engines that differ after the first need no further loads, and after the second only engines are loaded again
-that look different and are not told apart, as on a busy host. Engines timed apart have only the ratio of
-medians, without an interval: it contains differences of machines and days.
+that look different and are not told apart, as on a busy host. If they still do after the last, by the median
+over loads (`LOOKS_APART`), an interval that holds 1 is too wide to show a tie, and that median decides.
+Engines timed apart have only the ratio of medians, without an interval: it contains differences of machines
+and days.
 
 Sources: Montgomery, "Design and Analysis of Experiments" (8th edition), sections 4.1 (the additive model of
 randomized blocks) and 3.5.7 (Bonferroni's comparisons of all pairs).
@@ -26,7 +29,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import exp, inf, log, sqrt
-from statistics import fmean
+from statistics import fmean, median
 
 import numpy as np
 from scipy.special import stdtrit
@@ -41,7 +44,8 @@ ANALYSES = {3: 0.004, 6: 0.012, 12: 0.004}
 FIRST_LOADS, LOADS, MOST_LOADS = ANALYSES
 """Loads of every engine, of those that these do not tell from the fastest, and where some look apart."""
 LOOKS_APART = 0.05
-"""Relative difference of medians that is worth `MOST_LOADS`."""
+"""Relative difference of medians that is worth `MOST_LOADS`, and decides after them: for equal engines whose
+loads differ by 2 % it is five standard errors then."""
 
 _ROUNDING = 1e-9
 """Half width below which loads are alike but for the rounding of least squares."""
@@ -118,11 +122,22 @@ class Speed:
         return Interval(ratio, lower, upper, 1.0 - risk, loads)
 
     def is_slower(self, other: Speed, noise: float) -> bool:
-        """True if this engine is surely slower, by more than `noise`; timed apart, medians decide."""
+        """True if this engine is surely slower, by more than `noise`; of engines timed apart their medians
+        decide, after `MOST_LOADS` the median over loads.
+        """
         times = self.over(other)
         if times is None:
             return self.ratio(other) > 1.0 + noise
+        if times.rows >= MOST_LOADS and self.typical_ratio(other) >= 1.0 + LOOKS_APART:
+            return True
         return times.value > 1.0 + noise and times.lower > 1.0
+
+    def typical_ratio(self, other: Speed) -> float:
+        """Median over loads of this engine's time over the other's: a few wild loads do not move it."""
+        batches = self._in_common(other)
+        both = zip(_loads(self.latencies, batches), _loads(other.latencies, batches), strict=False)
+        ratios = [exp(ours - theirs) for ours, theirs in both]
+        return median(ratios) if ratios else self.ratio(other)
 
     def _in_common(self, other: Speed) -> tuple[int, ...]:
         batches = tuple(batch for batch in self.batches if batch in other.latencies)
@@ -166,8 +181,8 @@ def contenders(timed: Mapping[str, Sequence[Latency]], noise: float, least: floa
     close_ones: set[str] = set()
     for contest in (speeds, *({name: speed.at(b) for name, speed in speeds.items()} for b in batches)):
         close = not_slower(contest, noise)
-        slowest = max(contest[name].per_row_us for name in close)
-        if len(close) > 1 and slowest >= (1.0 + least) * contest[close[0]].per_row_us:
+        ratios = [contest[name].typical_ratio(contest[close[0]]) for name in close]
+        if len(close) > 1 and max(ratios) >= (1.0 + least) * min(ratios):
             close_ones |= {*close}
     return tuple(name for name in timed if name in close_ones)
 
@@ -202,7 +217,8 @@ def _per_row(latencies: Mapping[int, Latency], batches: Sequence[int]) -> float:
 
 def _loads(latencies: Mapping[int, Latency], batches: Sequence[int]) -> list[float]:
     """Return the logarithm of the mean time per row of each load; empty where batch sizes differ in loads."""
-    parts = [[us / batch for us in latencies[batch].loads_us] for batch in batches]
+    loads = {batch: latencies[batch].least_us or latencies[batch].loads_us for batch in batches}
+    parts = [[us / batch for us in loads[batch]] for batch in batches]
     if len({len(each) for each in parts}) != 1:
         return []
     return [log(fmean(same)) for same in zip(*parts, strict=True)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from loka_onnx.core import serde
-from loka_onnx.report.chart import charts
+from loka_onnx.report.chart import calibration_charts, charts
 from loka_onnx.report.data import DataDescription, ReportData, SplitDescription
 from loka_onnx.report.graph_view import graph_view
 from loka_onnx.report.histograms import histogram_data
@@ -35,7 +35,8 @@ def render(data: ReportData, directory: Path) -> tuple[Path, ...]:
     Equal data gives equal bytes. Raises OutputError if writing fails.
     """
     document = build_document(data)
-    exhibits = Exhibits(charts(data), histogram_data(data, shown_plan(data)), graph_view(data))
+    drawn = {"engines": charts(data), "scores": calibration_charts(data)}
+    exhibits = Exhibits(drawn, histogram_data(data, shown_plan(data)), graph_view(data))
     texts = {
         JSON_NAME: serde.dumps(data),
         MARKDOWN_NAME: to_markdown(document),

@@ -1,4 +1,4 @@
-"""Interactive charts: accuracy against latency.
+"""Interactive charts: accuracy against latency, and calibration.
 
 A chart is plotly's own JSON, drawn when it is scrolled into view. Markers differ in shape as well as in
 colour; every candidate is a point, or is named beside the chart with the missing value.
@@ -10,20 +10,24 @@ import html
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Any
 
 from loka_onnx.core.engine import EngineArtifact
 from loka_onnx.core.evaluation import OutputEvaluation
 from loka_onnx.core.intervals import Interval
 from loka_onnx.report import numbers
-from loka_onnx.report.data import ReportData, confidence_text
+from loka_onnx.report.data import CERTIFICATION, ReportData, confidence_text
 from loka_onnx.report.document import can_be_drawn
 from loka_onnx.report.engine_tables import delta_text, latency_text
+from loka_onnx.report.score_tables import Curve, certified_curves
 
 # Mid tones that stand out on a white and on a black page; text and lines follow the page.
 _MARKERS = {"within": ("circle", "#1a9a5c"), "undecided": ("diamond", "#c98a14"), "beyond": ("x", "#d64545")}
 _EMITTED = "#3b82f6"
 _FRONT = "#8a94a3"
+_CURVES = (("square-open", "#8a94a3"), ("circle", "#3b82f6"), ("diamond", "#c98a14"), ("x", "#1a9a5c"))
+"""Symbols and colours of calibration curves, the reference's first."""
 _CORNERS = ("top right", "bottom right", "top left", "bottom left")
 """Positions of the names of neighbouring points."""
 FEWEST = 2
@@ -73,6 +77,47 @@ def charts(data: ReportData) -> tuple[Chart, ...]:
         for output, judged_name in names.items()
         for target in targets
     )
+
+
+def calibration_charts(data: ReportData) -> tuple[Chart, ...]:
+    """Return mean label over mean prediction by output: the reference, and what is emitted."""
+    curves = [curve for curve in certified_curves(data) if curve[1].calibration]
+    return tuple(
+        _calibration(name, [curve for curve in curves if curve[1].output == name])
+        for name in dict.fromkeys(output.output for _, output in curves)
+    )
+
+
+def _calibration(name: str, curves: Sequence[Curve]) -> Chart:
+    ends = [end for _, o in curves for b in o.calibration for end in (b.predicted, b.observed)]
+    line = {"color": _FRONT, "width": 1.5, "dash": "dash"}
+    diagonal = {
+        "type": "line",
+        "x0": min(ends),
+        "y0": min(ends),
+        "x1": max(ends),
+        "y1": max(ends),
+        "line": line,
+    }
+    traces = [
+        {
+            "x": [each.predicted for each in output.calibration],
+            "y": [each.observed for each in output.calibration],
+            "name": html.escape(engine),
+            "mode": "lines+markers",
+            # The last is drawn over the others: what lies below stays visible.
+            "marker": {"symbol": symbol, "size": 9, "color": color},
+            "line": {"color": color, "width": 1.5},
+        }
+        for (engine, output), (symbol, color) in zip(curves, cycle(_CURVES))
+    ]
+    layout = {
+        "xaxis": {"title": {"text": "mean prediction"}},
+        "yaxis": {"title": {"text": "mean label"}},
+        "shapes": [diagonal],
+    }
+    caption = f"Calibration of {name} on {CERTIFICATION}, in bins of equally many rows"
+    return Chart(name, caption, {"data": traces, "layout": layout}, ())
 
 
 def _chart(data: ReportData, output: str, judged_name: str, target: str, *, is_only: bool) -> Chart:

@@ -25,7 +25,7 @@ CERTIFICATION = "certification"
 
 @dataclass(frozen=True)
 class SplitDescription:
-    """One split of the data; its digest (`data.dataset.Dataset.digest`) is of what is read."""
+    """One split of the data; its digest (`data.dataset.Dataset.digest`) is of what is read of `file`."""
 
     __pydantic_config__ = STRICT
 
@@ -34,6 +34,7 @@ class SplitDescription:
     rows: int
     digest: str
     rule: str
+    file: str = ""
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class ReportData:
         graph: Operators and tensors of `modified`; None without a drawing.
     """
 
-    SCHEMA: ClassVar[str] = "report/7"
+    SCHEMA: ClassVar[str] = "report/8"
     __pydantic_config__ = STRICT
 
     title: str

@@ -111,7 +111,6 @@ class Section:
     paragraphs: tuple[str, ...] = ()
     items: tuple[str, ...] = ()
     tables: tuple[Table, ...] = ()
-    chart: bool = False
     unfolded: int | None = None
 
 
@@ -170,13 +169,17 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Document:
-    """A whole report; the banner is a warning above everything, or empty; `overview` has all targets."""
+    """A whole report; the banner is a warning above everything, or empty; `overview` has all targets.
+
+    `about` says of which day, model and rows it is.
+    """
 
     title: str
     banner: str
     verdicts: tuple[Verdict, ...]
     sections: tuple[Section, ...]
     overview: Table | None = None
+    about: str = ""
 
 
 def text(title: str, show: Show[Item] | str, *, is_choice: bool = False) -> Column[Item]:

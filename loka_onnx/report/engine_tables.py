@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from loka_onnx.report.document import (
     BUDGET_TONES,
     Cell,
     Column,
+    Item,
     Section,
     Table,
     Tone,
@@ -39,13 +40,14 @@ from loka_onnx.report.figures import (
     counted,
     derive,
     formed,
+    joined,
     metric_interval,
     percent_interval,
     shown,
     told,
 )
 from loka_onnx.report.site_tables import share_heading
-from loka_onnx.report.verdict import NO_LABELS, SIMULATED_LATENCY, budget_sentence
+from loka_onnx.report.verdict import NO_LABELS, SIMULATED_LATENCY, budget_sentence, busy
 
 STATUS_TONES = {
     BuildStatus.READY: Tone.PLAIN,
@@ -70,7 +72,7 @@ def engines_section(data: ReportData) -> Section:
     parts = [table for split in splits if (table := _parts_table(data, split)).rows]
     accuracy = (_accuracy_table(data, split) for split in splits)
     tables = (*accuracy, *parts, *latency_tables(data))
-    return Section("engines", "Engines", paragraphs=tuple(paragraphs), tables=tables, chart=True)
+    return Section("engines", "Engines", paragraphs=tuple(paragraphs), tables=tables)
 
 
 def fallbacks_section(data: ReportData) -> Section:
@@ -111,13 +113,18 @@ def fp8_sites(data: ReportData, engine: EngineArtifact) -> Told:
     plan = data.plan(engine.plan)
     if plan is None:
         return Told(numbers.NONE)
-    precision = plan.quantized or Precision.FP8
-    planned = counted(plan, "decisions", precision=precision)
-    if not plan.quantized_sites:
-        return planned
-    if not engine.sites:
-        return told("{} planned", planned)
-    return told("{} of {}", counted(engine, "sites", engaged=True, planned=precision), planned)
+    parts = []
+    for precision in plan.precisions or (Precision.FP8,):
+        planned = counted(plan, "decisions", precision=precision)
+        if not plan.quantized_sites:
+            return planned
+        told_of = f" {precision.upper()}" if len(plan.precisions) > 1 else ""
+        if engine.sites:
+            ran = counted(engine, "sites", engaged=True, planned=precision)
+            parts.append(told(f"{{}} of {{}}{told_of}", ran, planned))
+        else:
+            parts.append(told(f"{{}} planned{told_of}", planned))
+    return joined(", ", parts)
 
 
 def fp8_share(data: ReportData, engine: EngineArtifact) -> Told:
@@ -272,7 +279,7 @@ def _status(row: _Row) -> Cell:
 def _outcome(data: ReportData, row: _Row) -> str:
     """Return prose: reasons and remarks have numbers of their own, so none of them has a source here."""
     if row.engine is None:
-        return "The exported FP32 model that every engine is compared with."
+        return ""
     # The choice was made on the judged split: its words say nothing of another.
     is_judged = row.evaluation is None or row.evaluation.split == data.judged_split
     targets = data.choice.targets if is_judged else ()
@@ -306,11 +313,10 @@ def _differences(data: ReportData) -> list[_Difference]:
 
 
 def _parts_table(data: ReportData, split: str) -> Table:
-    """Return KL and the labelled part: they need different cures, less noise or another direction."""
+    """Return what the change has beside KL; the labelled part needs another direction, not less noise."""
     columns: tuple[Column[_Difference], ...] = (
         text("Engine", lambda row: row[0].engine),
         text("Output", lambda row: row[1].output),
-        number("KL, label-free part", lambda row: percent_interval(row[2].kl)),
         number("Labelled first-order part", lambda row: percent_interval(row[2].labelled)),
         number("ΔPrediction ratio", lambda row: metric_interval(row[2].delta_prediction_ratio)),
         number("RMS change of the score", lambda row: shown(numbers.scientific, row[2], "delta_rmse")),
@@ -342,6 +348,23 @@ def latency_tables(data: ReportData) -> Iterator[Table]:
             yield table_of(f"Latency per batch size, {caption}", _latency_columns(rows), rows)
 
 
+def is_busy(latencies: Iterable[Latency | None]) -> bool:
+    """Return whether the host of any of them was busy."""
+    return any(latency is not None and busy(latency) for latency in latencies)
+
+
+def host_load_column(latency_of: Callable[[Item], Latency | None]) -> Column[Item]:
+    """Return the column of the load of the hosts that timed latencies; only for a busy one."""
+
+    def load(item: Item) -> Cell | str:
+        latency = latency_of(item)
+        if latency is None or latency.host_load is None:
+            return numbers.NONE
+        return Cell(shown("{:.1f}".format, latency, "host_load"), Tone.WARN if busy(latency) else Tone.PLAIN)
+
+    return number("Host load a core", load)
+
+
 def _latency_columns(rows: list[tuple[str, Latency]]) -> tuple[Column[tuple[str, Latency]], ...]:
     def time(title: str, name: str) -> Column[tuple[str, Latency]]:
         return number(title, lambda row: shown(numbers.latency, row[1], name))
@@ -350,6 +373,7 @@ def _latency_columns(rows: list[tuple[str, Latency]]) -> tuple[Column[tuple[str,
         is_target = row[1].counts_for_choice
         return "yes" if is_target else Cell("no, another device than the target", Tone.WARN)
 
+    loads = [host_load_column(lambda row: row[1])] if is_busy(latency for _, latency in rows) else []
     is_cut = any(latency.lookup_p50_us is not None for _, latency in rows)
     return (
         text("Engine", lambda row: row[0]),
@@ -360,5 +384,6 @@ def _latency_columns(rows: list[tuple[str, Latency]]) -> tuple[Column[tuple[str,
         time("p99", "p99_us"),
         *((time("Lookup p50, not in these", "lookup_p50_us"),) if is_cut else ()),
         number("Requests", lambda row: shown(numbers.count, row[1], "repeats")),
+        *loads,
         text("Counts for the choice", counts),
     )

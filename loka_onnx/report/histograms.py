@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import isfinite, log2
 from typing import Any
 
-from loka_onnx.core.plan import Decision, PrecisionPlan, Verdict, quantized_precision
+from loka_onnx.core.plan import Decision, PrecisionPlan, Verdict, quantized_precisions
 from loka_onnx.core.profile import Sensitivity, SiteProfile
 from loka_onnx.core.recipe import Recipe
 from loka_onnx.core.site import Site
@@ -85,8 +85,9 @@ class SiteRow:
 def site_rows(data: ReportData, plan: PrecisionPlan | None) -> Iterator[SiteRow]:
     """Yield every site in model order."""
     decisions = {} if plan is None else {decision.site: decision for decision in plan.decisions}
-    low = None if plan is None else plan.quantized or quantized_precision(plan.id)
-    profile = data.profile if low is None else data.profile.of(low)
+    profile = data.profile
+    if plan is not None and (low := plan.precisions or quantized_precisions(plan.id)):
+        profile = profile.of(plan.formats or low[0])
     profiles = {entry.site: entry for entry in profile.sites}
     for site in data.modified.sites:
         yield SiteRow(site, decisions.get(site.name), profiles.get(site.name))

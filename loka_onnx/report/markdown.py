@@ -26,6 +26,7 @@ def to_markdown(document: Document) -> str:
     blocks = [f"# {escape(document.title)}"]
     if document.banner:
         blocks.append(f"> **{escape(document.banner)}**")
+    blocks += [_line(document.about)] if document.about else []
     blocks += [_table(document.overview)] if document.overview else []
     for verdict in document.verdicts:
         blocks.append(f"## {escape(verdict.headline)}")

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.engine import EngineArtifact
@@ -19,7 +18,7 @@ from loka_onnx.report.choice_tables import (
     refinement_sections,
     throughput_sections,
 )
-from loka_onnx.report.data import ReportData, SplitDescription
+from loka_onnx.report.data import CERTIFICATION, ReportData, SplitDescription
 from loka_onnx.report.document import (
     Cell,
     Column,
@@ -33,16 +32,17 @@ from loka_onnx.report.document import (
     table_of,
     text,
 )
-from loka_onnx.report.engine_tables import engines_section, fallbacks_section
-from loka_onnx.report.figures import Figure, Place, counted, derive, formed, shown, told
+from loka_onnx.report.engine_tables import engines_section, fallbacks_section, host_load_column, is_busy
+from loka_onnx.report.figures import Figure, Place, Told, counted, derive, formed, joined, shown, told
 from loka_onnx.report.provenance import Pointers, located
+from loka_onnx.report.score_tables import scores_sections
 from loka_onnx.report.site_tables import calibration_facts, sites_section
 from loka_onnx.report.slice_tables import slices_sections
 from loka_onnx.report.verdict import parts, verdicts
 
 SYNTHETIC_BANNER = "SYNTHETIC DATA: every number below was measured on generated rows, not on yours"
 
-_OPEN = ("slices", "engines", "sites", "operating")
+_OPEN = ("slices", "scores", "engines", "sites", "operating")
 """Sections of which the first table is not folded."""
 _COMMANDS = (
     "Check: loka-onnx bundle verify bundle; the digest of the bundle: loka-onnx bundle inspect bundle",
@@ -57,6 +57,7 @@ def build_document(data: ReportData) -> Document:
     sections = (
         *([Section("notes", "Notes", items=data.notes)] if data.notes else []),
         *slices_sections(data),
+        *scores_sections(data),
         engines_section(data),
         *choice_sections(data),
         *throughput_sections(data),
@@ -72,27 +73,32 @@ def build_document(data: ReportData) -> Document:
     )
     sections = tuple(replace(s, unfolded=int(s.anchor in _OPEN)) for s in sections)
     banner = SYNTHETIC_BANNER if data.is_synthetic else ""
-    overview = _overview(data) if data.choice.targets else None
-    whole = Document(data.title, banner, verdicts(data), sections, overview)
+    overview = _overview(data) if len(data.choice.targets) > 1 else None
+    whole = Document(data.title, banner, verdicts(data), sections, overview, _about(data))
     document: Document = located(whole, Pointers(data))
     return document
 
 
+def _about(data: ReportData) -> str:
+    """Return the day, the model and the rows in a line."""
+    splits = {split.split: split for split in data.data.splits}
+    rows = splits.get(CERTIFICATION)
+    parts = [Told(data.evaluations.date)] if data.evaluations.date else []
+    parts.append(Told(f"model {numbers.digest(data.exported.digest)}"))
+    if rows is not None:
+        parts.append(told("certified on {} rows of {}", shown(numbers.count, rows, "rows"), rows.file))
+    return joined(" · ", parts)
+
+
 def _overview(data: ReportData) -> Table:
-    """Return what is emitted, a row for each target, with what an operator plans by."""
+    """Return what is emitted, a row for each target."""
     columns: tuple[Column[TargetChoice], ...] = (
         text("Target", "target"),
         text("Plan", lambda choice: " and ".join(choice.plans)),
         text("Speed", lambda choice: parts(data, choice)[0]),
         text("Cost", lambda choice: parts(data, choice)[1]),
-        number("Size", lambda choice: _of_engine(data, choice, numbers.size, "bytes")),
     )
     return table_of("Emitted", columns, data.choice.targets)
-
-
-def _of_engine(data: ReportData, choice: TargetChoice, form: Callable[[Any], str], name: str) -> str:
-    engine = data.engine(choice.engine)
-    return numbers.NONE if engine is None else shown(form, engine, name)
 
 
 def _operating_section(data: ReportData) -> Section:
@@ -120,6 +126,7 @@ def _operating_section(data: ReportData) -> Section:
         found = next((m for m in measured if m.requests_per_s), None)
         return numbers.NOT_MEASURED if found is None else shown("{:,.1f}".format, found, "requests_per_s")
 
+    loads = [host_load_column(lambda row: row[1])] if is_busy(latency for _, latency in emitted) else []
     columns: tuple[Column[tuple[EngineArtifact, Latency | None]], ...] = (
         text("Engine", lambda row: row[0].id),
         number(
@@ -129,6 +136,8 @@ def _operating_section(data: ReportData) -> Section:
         us("p90", "p90_us"),
         us("p99", "p99_us"),
         number("Requests/s", rate),
+        *loads,
+        number("Size", lambda row: shown(numbers.size, row[0], "bytes")),
         text("SHA-256", lambda row: numbers.digest(row[0].digest)),
     )
     return Section(

@@ -16,7 +16,7 @@ from loka_onnx.report.document import Cell, Column, Section, Table, Tone, number
 from loka_onnx.report.figures import Place, Told, derive, formed, joined, percent_interval, shown, told
 from loka_onnx.report.histograms import SiteRow, activation_table, site_rows
 
-_SAFE_PLANS = ("fp8-safe", "int8-safe")
+_SAFE_PLANS = ("fp8-safe", "int8-safe", "mixed")
 _VERDICT_TONES = {
     Verdict.SAFE: Tone.GOOD,
     Verdict.UNSAFE: Tone.BAD,
@@ -61,15 +61,17 @@ def _tables(data: ReportData, plan: PrecisionPlan | None) -> Iterator[Table]:
     if plan is not None:
         yield _site_table(data, plan)
         safe = (other for name in _SAFE_PLANS if (other := data.plan(name)) is not None)
-        others = (other for other in safe if other.quantized not in {None, plan.quantized})
+        others = (other for other in safe if other.precisions not in {(), plan.precisions})
         yield from (_site_table(data, other) for other in others)
     if data.profile.sites:
         yield activation_table(data, plan)
     if len(data.plans.plans) > 1:
         yield _plan_table(data)
-    for device in dict.fromkeys(speed.device for speed in data.plans.speeds):
-        speeds = [speed for speed in data.plans.speeds if speed.device == device]
-        caption = f"What FP8 saves on {device} by kernel times; sites of one tensor quantize it once"
+    for device, low in dict.fromkeys((speed.device, speed.precision) for speed in data.plans.speeds):
+        speeds = [s for s in data.plans.speeds if (s.device, s.precision) == (device, low)]
+        caption = (
+            f"What {low.upper()} saves on {device} by kernel times; sites of one tensor quantize it once"
+        )
         yield table_of(caption, _speed_columns(speeds), speeds)
 
 
@@ -246,13 +248,17 @@ def _precision_cell(precision: Precision) -> Cell:
 
 
 def speed_texts(data: ReportData) -> dict[str, str]:
-    """Return the speed of FP8 at each site: ``fast``; of several devices, each by name.
+    """Return the speed of eight bits at each site: ``fast``; of several devices or formats, each by name.
 
     Sites of unknown speed are left out.
     """
+
+    def place(speed: SiteSpeed) -> str:
+        return speed.device if speed.precision is Precision.FP8 else f"{speed.device} in {speed.precision}"
+
     unknown, speeds = numbers.NOT_MEASURED, data.plans.speeds
-    texts = {(s.site, s.device): unknown if s.verdict is SpeedVerdict.UNKNOWN else s.verdict for s in speeds}
-    devices = dict.fromkeys(speed.device for speed in speeds)
+    texts = {(s.site, place(s)): unknown if s.verdict is SpeedVerdict.UNKNOWN else s.verdict for s in speeds}
+    devices = dict.fromkeys(map(place, speeds))
     form = "{1}" if len(devices) == 1 else "{0}: {1}"
     return {
         site: "; ".join(form.format(device, texts.get((site, device), unknown)) for device in devices)

@@ -18,7 +18,7 @@ from loka_onnx.report.document import Tone
 from loka_onnx.report.engine_tables import STATUS_TONES, delta_heading, delta_tone, label_free_outputs
 from loka_onnx.report.figures import plus_minus
 from loka_onnx.report.sections import SYNTHETIC_BANNER
-from loka_onnx.report.verdict import NO_LABELS, baseline, sentence
+from loka_onnx.report.verdict import NO_LABELS, baseline, busy, sentence
 
 # The caption has the other words.
 _HEADINGS = {KL_NAME: "KL", f"{DELTA_NE_NAME} or {KL_NAME}": "ΔNE or KL"}
@@ -37,8 +37,10 @@ def summary_table(data: ReportData, target: str, split: str) -> Table:
     title = Text(f"{data.title}, {target}: {split or numbers.NOT_MEASURED}")
     table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.min_width = len(title)
-    is_said = (True, bool(label_free_outputs(data)), data.is_synthetic)
-    caption = compress(("* emitted", NO_LABELS, SYNTHETIC_BANNER), is_said)
+    loads = [x.host_load for e in engines for x in _latencies(data, e) if busy(x)]
+    said = f"latencies of a busy host: load {max(loads):.1f} a core" if loads else ""
+    is_said = (True, said, label_free_outputs(data), data.is_synthetic)
+    caption = compress(("* emitted", said, NO_LABELS, SYNTHETIC_BANNER), is_said)
     table.caption, table.caption_justify = "\n".join(caption), "left"
     table.caption_style = "bold red" if data.is_synthetic else "dim"
     outputs = {o.output for e in data.evaluations.evaluations for o in e.outputs}

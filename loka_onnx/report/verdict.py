@@ -19,7 +19,6 @@ from loka_onnx.core.evaluation import (
     TargetChoice,
     Why,
 )
-from loka_onnx.core.formats import Precision
 from loka_onnx.core.plan import PrecisionPlan
 from loka_onnx.report import numbers
 from loka_onnx.report.data import ReportData
@@ -43,6 +42,8 @@ from loka_onnx.report.slice_tables import slices_sentence
 SIMULATED_LATENCY = "simulated: speed never counts"
 NO_LABELS = f"{KL_NAME}, no labels: the labelled first-order term is not seen"
 """Caution on every verdict on an output without labels."""
+BUSY = 1.5
+"""Load average over cores from which on a host is busy; measuring alone makes up to 1."""
 _BASELINES = ("fp32", "bf16", "fp16")
 """Ids of baseline plans, where an engine of them competed."""
 _NOT_MEASURED = Cell(numbers.NOT_MEASURED, Tone.MUTED)
@@ -304,10 +305,11 @@ def _plan_stat(data: ReportData, choice: TargetChoice) -> Stat:
 def _fp8_of(data: ReportData, plan: PrecisionPlan) -> str:
     if not plan.quantized_sites:
         return f"no {data.plans.quantized}"
-    name = plan.quantized or Precision.FP8
-    sites = counted(plan, "decisions", precision=name.value)
-    share = shown(numbers.share, plan, "fp8_share")
-    return told("sites in {}: {}, {} of the FLOPs", name.upper(), sites, share)
+    counts = [
+        told("sites in {}: {}", precision.upper(), counted(plan, "decisions", precision=precision.value))
+        for precision in plan.precisions
+    ]
+    return told("{}, {} of the FLOPs", joined(", ", counts), shown(numbers.share, plan, "fp8_share"))
 
 
 def _latency_stat(data: ReportData, choice: TargetChoice) -> Stat:
@@ -319,8 +321,16 @@ def _latency_stat(data: ReportData, choice: TargetChoice) -> Stat:
         return Stat(label, _NOT_MEASURED, choice.basis)
     elsewhere = "" if largest.counts_for_choice else ", which is not the target"
     by = f", by {choice.route(largest.batch)}" if choice.routes else ""
-    note = told("batch {}, on {}{}{}", shown(numbers.count, largest, "batch"), largest.device, elsewhere, by)
+    batch = shown(numbers.count, largest, "batch")
+    note = told("batch {}, on {}{}{}{}", batch, largest.device, elsewhere, by, busy(largest))
     return Stat(label, Cell(shown(numbers.latency, largest, "p50_us")), note)
+
+
+def busy(latency: Latency) -> Told:
+    """Return the load of the host that timed a latency, for the end of a sentence, if it was busy."""
+    if latency.host_load is None or latency.host_load < BUSY:
+        return Told("")
+    return told("; busy host: load {} a core", shown("{:.1f}".format, latency, "host_load"))
 
 
 def _largest(data: ReportData, choice: TargetChoice) -> Latency | None:

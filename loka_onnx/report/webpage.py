@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import gzip
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -18,16 +19,18 @@ from loka_onnx.report.document import Document
 
 @dataclass(frozen=True)
 class Exhibits:
-    """The drawn parts of a page: charts, `histograms.histogram_data`, the model graph."""
+    """The drawn parts of a page: charts by section, `histograms.histogram_data`, the model graph."""
 
-    charts: tuple[Chart, ...] = ()
+    charts: Mapping[str, tuple[Chart, ...]] = field(default_factory=dict)
     histograms: dict[str, Any] = field(default_factory=dict)
     graph: Markup | None = None
 
     @property
     def has_drawings(self) -> bool:
         """True if anything on the page needs plotly.js."""
-        return any(chart.figure for chart in self.charts) or bool(self.histograms.get("tensors"))
+        return any(chart.figure for each in self.charts.values() for chart in each) or bool(
+            self.histograms.get("tensors")
+        )
 
     @property
     def sites(self) -> frozenset[str]:

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from loka_onnx.bundle.format.files import Sample
 from loka_onnx.core.manifest import EngineEntry, Manifest
-from loka_onnx.core.rewrite import Part
+from loka_onnx.core.rewrite import INDEX, Part
 from loka_onnx.errors import DataError, EngineError, LokaError
 from loka_onnx.runtime.health import Health, Skipped, differences, in_line
 from loka_onnx.runtime.metrics import EngineSeries, Metrics
@@ -39,7 +39,7 @@ from loka_onnx.runtime.requests import (
     typed,
 )
 from loka_onnx.sessions.dlpack import CUDA, borrow
-from loka_onnx.sessions.runner import Arrays, Buffers, Runner
+from loka_onnx.sessions.runner import Arrays, Buffers, Runner, to_rows
 
 WARM_UPS = 2
 """Runs of each batch size before an engine is returned: some sessions capture a CUDA graph in the second
@@ -98,7 +98,8 @@ class _Gate:
 class Engine(AbstractContextManager["Engine"]):
     """A loaded engine of a bundle; made by `load`. A context manager that closes it.
 
-    `inputs` and `outputs` are those of a request, of `part` of the model. `skipped` are engines that were
+    `inputs` and `outputs` are those of a request, of `part` of the model; `shared` are inputs that may have a
+    row for each user (see `infer`). `skipped` are engines that were
     preferred to it. `metrics` is also a collector of `prometheus_client`; `release` is called once the engine
     is closed.
     """
@@ -115,6 +116,7 @@ class Engine(AbstractContextManager["Engine"]):
         self._expected = typed(sample.expected, self.outputs)
         whose = "model" if part is Part.WHOLE else "dense part"
         self._layout = Layout(self.inputs, entry.batch, whose)
+        self.shared = manifest.shared
         self._series = EngineSeries(entry.id, runner.served_sizes, entry.batch.max)
         self._gate = _Gate()
         self._order: tuple[str, ...] = ()
@@ -136,6 +138,10 @@ class Engine(AbstractContextManager["Engine"]):
         Arrays may be of NumPy or of any library with DLPack; those in host memory, or on the engine's CUDA
         device where it reads them, are not copied. The answer has the library and device of the request where
         all of its arrays agree (PyTorch, CuPy), else NumPy's.
+
+        Where the bundle has `shared` inputs, a request may also hold a row for each user in these, a row for
+        each candidate in the others, and ``user_of_candidate``: the user's row of each candidate,
+        (candidates,) int32 or int64.
 
         Args:
             inputs: One array for each of `inputs`, the batch on axis 0; not changed.
@@ -309,6 +315,8 @@ class Engine(AbstractContextManager["Engine"]):
         """Answer a request with arrays of another library, or refuse one."""
         # The exact type first, because isinstance of `Mapping` is slower.
         is_mapping = type(inputs) is dict or isinstance(inputs, Mapping)
+        if is_mapping and self.shared and INDEX in inputs:
+            return self._infer_request(inputs, like, began)
         if like is None and is_mapping and (tensors := plain_tensors(inputs)) is not None:
             rows = self._layout.plain_rows(tensors)
             rows = self._layout.rows_of(tensors) if rows == NOT_PLAIN else rows
@@ -329,6 +337,34 @@ class Engine(AbstractContextManager["Engine"]):
         outputs = target._runner.run_on_device(borrowed, allocator(kind, stream))
         self.metrics.answered(target._series.of(rows), rows, perf_counter() - began)
         return {name: value.source for name, value in outputs.items()}
+
+    def _infer_request(self, inputs: Mapping[str, Any], like: Any, began: float) -> dict[str, Any]:
+        """Answer a request of users and candidates."""
+        kinds = {name: kind_of(value) for name, value in inputs.items()}
+        host = {name: to_host(value, kinds[name]) for name, value in inputs.items()}
+        index = host[INDEX]
+        users = [host[name] for name in self.shared if name in host and host[name].ndim]
+        counts = sorted({len(values) for values in users})
+        is_index = index.ndim == 1 and index.dtype.kind == "i" and len(counts) == 1
+        if not is_index or (len(index) and not 0 <= index.min() <= index.max() < counts[0]):
+            raise DataError(
+                f"E1320 '{INDEX}' does not name the user of each candidate",
+                evidence=f"{index.dtype}{index.shape} for {' or '.join(map(str, counts))} users",
+                remedy="send a row for each user in all shared inputs, and their numbers, from 0, as int64",
+            )
+        host[INDEX] = index.astype(np.int64, copy=False)
+        # Only types and shapes are looked at.
+        plain = {name: host[name] for name in host if name != INDEX}
+        like_rows = (
+            (n, np.broadcast_to(plain[n][:1], (len(index), *plain[n].shape[1:])))
+            for n in self.shared
+            if n in plain
+        )
+        rows = self._layout.rows_of(plain | dict(like_rows))
+        if self.engine_for(rows).entry.part is not Part.REQUEST:
+            host = to_rows(host, self.shared)
+        kind = common_kind(kinds.values() if like is None else [kind_of(like)])
+        return self._run_on_host(host, rows, kind, began)
 
     def _run_on_host(self, inputs: Mapping[str, Any], rows: int, kind: Kind, began: float) -> dict[str, Any]:
         """Answer a checked request in host memory, in arrays of a kind."""

@@ -30,7 +30,7 @@ from loka_onnx.sessions import onnx_session
 from loka_onnx.sessions.backends import get_spec
 from loka_onnx.sessions.model_files import operators, read_model
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
-from loka_onnx.sessions.runner import Names, ParallelRunner, Runner, SplitRunner
+from loka_onnx.sessions.runner import Names, ParallelRunner, RequestRunner, Runner, SplitRunner
 
 _LOG = logging.getLogger("loka_onnx.runtime")
 EP_CONTEXT = "EPContext"
@@ -39,6 +39,8 @@ _HARMLESS = frozenset({"CPUExecutionProvider", "CUDAExecutionProvider"})
 """Providers that run no program of a model."""
 ATTEMPTS = 3
 """Attempts of loading while the bundle is being replaced."""
+_PARTS = {str(part): part for part in (Part.WHOLE, Part.DENSE)}
+"""Parts that requests are for."""
 CALLER = "caller"
 """`Health.trust` for ``trust=True``."""
 
@@ -84,9 +86,9 @@ def load(
         ConfigError: There is no such part, a key cannot be read, or `keys` is a single path.
     """
     try:
-        wanted = Part(part)
-    except ValueError:
-        known = " and ".join(f"'{part}'" for part in Part)
+        wanted = _PARTS[str(part)]
+    except KeyError:
+        known = " and ".join(f"'{part}'" for part in _PARTS)
         raise ConfigError(f"E1312 there is no part '{part}' to load", evidence=f"there are {known}") from None
     if isinstance(keys, str | bytes | PathLike):
         raise ConfigError(
@@ -200,6 +202,8 @@ class _Opener:
             _check_names(runner.names, manifest.inputs_of(entry.part), manifest.outputs)
             if entry.part is Part.DENSE and self.wanted is Part.WHOLE:
                 return SplitRunner(self._shared_lookup(), runner)
+            if entry.part is Part.REQUEST:
+                return RequestRunner(runner, manifest.shared)
         except BaseException:
             runner.close()
             raise

@@ -52,7 +52,7 @@ def obstacle(entry: EngineEntry, wanted: Part, *, is_trusted: bool) -> Skipped |
 def _before_the_library(entry: EngineEntry, wanted: Part, *, is_trusted: bool) -> Iterator[tuple[Cause, str]]:
     """Yield obstacles that are known without importing a vendor's library."""
     backend, architecture = entry.backend, entry.architecture
-    if wanted is Part.DENSE and entry.part is Part.WHOLE:
+    if wanted is Part.DENSE and entry.part is not Part.DENSE:
         yield (
             Cause.PART,
             "this engine takes ids, not looked-up rows; load the whole, or build with "

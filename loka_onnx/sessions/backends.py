@@ -35,6 +35,7 @@ class BackendSpec(ABC):
         formats: Formats of activations that it multiplies anywhere.
         need: Versions of the library that load an engine.
         fusions: Operators that it computes in one kernel.
+        request_form: Architectures whose engines take users and candidates apart (`Part.REQUEST`).
     """
 
     name: str
@@ -49,6 +50,7 @@ class BackendSpec(ABC):
     formats: tuple[NumberFormat, ...] = FLOATS
     need: Need = Need.EXACTLY
     fusions: Fusions = NOTHING_KNOWN
+    request_form: tuple[str, ...] = ()
 
     @abstractmethod
     def open(self, engine: Path, architecture: str, version: str, options: SessionOptions | None) -> Runner:

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 
+from loka_onnx.core.rewrite import INDEX
 from loka_onnx.errors import EngineError, MissingPackage, ModelError
 from loka_onnx.sessions.model_files import FLOAT8_TYPES, read_model
 from loka_onnx.sessions.runner import Arrays, Names, Runner
@@ -168,8 +169,14 @@ class OnnxSession(Runner):
         self._has_bfloat16 = any(value.type == _BFLOAT16 for value in (*inputs, *outputs))
 
     def run(self, inputs: Mapping[str, npt.NDArray[Any]], outputs: Sequence[str] | None = None) -> Arrays:
-        """Run one batch, for some of the outputs or all; an `EngineError` where that fails."""
+        """Run one batch, for some of the outputs or all; an `EngineError` where that fails.
+
+        Without an index, each row of a model in request form is a user.
+        """
         names = tuple(outputs) if outputs is not None else self.output_names
+        if INDEX in self.input_names and INDEX not in inputs:
+            rows = len(next(iter(inputs.values())))
+            inputs = {**inputs, INDEX: np.arange(rows)}
         try:
             feeds = {name: np.ascontiguousarray(inputs[name]) for name in self.input_names}
         except KeyError as error:

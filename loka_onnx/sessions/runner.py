@@ -17,6 +17,7 @@ from typing import Any, Self, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from loka_onnx.core.rewrite import INDEX
 from loka_onnx.errors import EngineError, InternalError
 from loka_onnx.sessions.dlpack import Borrowed
 
@@ -245,6 +246,49 @@ class SplitRunner(Runner):
         with ExitStack() as stack:
             stack.callback(self.lookup.close)
             stack.callback(self.dense.close)
+
+
+class RequestRunner(Runner):
+    """Answers plain rows, and requests of users and candidates, with an engine in request form; owns it."""
+
+    def __init__(self, engine: Runner, shared: Sequence[str]) -> None:
+        self.engine, self.shared = engine, tuple(shared)
+
+    def run(self, inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
+        """Run one batch in either form."""
+        return self.engine.run(inputs if INDEX in inputs else to_users(inputs, self.shared))
+
+    @property
+    def served_sizes(self) -> tuple[int, ...]:
+        """Sizes of the engine."""
+        return self.engine.served_sizes
+
+    def close(self) -> None:
+        """Free the engine."""
+        self.engine.close()
+
+
+def to_users(inputs: Mapping[str, npt.NDArray[Any]], shared: Sequence[str]) -> Arrays:
+    """Return plain rows as users, candidates and the index: a user is a run of rows that share all values."""
+    rows = len(inputs[shared[0]])
+    is_new = np.zeros(rows, bool)
+    is_new[:1] = True
+    for name in shared:
+        values = inputs[name].reshape(rows, -1)
+        is_new[1:] |= (values[1:] != values[:-1]).any(axis=1)
+    first = np.flatnonzero(is_new)
+    return {
+        **inputs,
+        **{name: inputs[name][first] for name in shared},
+        INDEX: np.cumsum(is_new, dtype=np.int64) - 1,
+    }
+
+
+def to_rows(inputs: Mapping[str, npt.NDArray[Any]], shared: Sequence[str]) -> Arrays:
+    """Return a request of users and candidates as plain rows."""
+    rows = {name: values[inputs[INDEX]] if name in shared else values for name, values in inputs.items()}
+    del rows[INDEX]
+    return rows
 
 
 def stream_count(threads: int) -> int:

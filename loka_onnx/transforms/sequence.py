@@ -29,6 +29,7 @@ from loka_onnx.transforms.interactions.einsum_to_matmul import EinsumToMatMul
 from loka_onnx.transforms.interactions.reassociate_interaction import ReassociateInteraction
 from loka_onnx.transforms.linears.column_to_row import ColumnToRow
 from loka_onnx.transforms.linears.merge_parallel_linears import MergeParallelLinears
+from loka_onnx.transforms.linears.outer_to_mul import OuterToMul
 from loka_onnx.transforms.linears.pad_sites import PadSites
 from loka_onnx.transforms.linears.split_concat import SplitConcat
 from loka_onnx.transforms.linears.sum_experts import SumExperts
@@ -65,6 +66,7 @@ DEFAULT_MODS: tuple[type[Mod[Any]], ...] = (
     FuseRMSNorm,
     FoldBatchNorm,
     FoldNormAffine,
+    OuterToMul,
     ReassociateInteraction,
     MergeGathers,
     SumExperts,
@@ -73,8 +75,8 @@ DEFAULT_MODS: tuple[type[Mod[Any]], ...] = (
     PadSites,
 )
 """In this order no mod matches again after a later one. Products first, for all the others; constants, no-ops
-and twins hide patterns, so they go before patterns are read; K and N are padded last, when shapes are
-final."""
+and twins hide patterns, so they go before patterns are read; norms fold into linears of one channel before
+these become elementwise; K and N are padded last, when shapes are final."""
 
 
 @dataclass(frozen=True)
@@ -208,7 +210,7 @@ def _judge(
         after = run()
     except (ModelError, EngineError) as error:
         return _rolled_back(record, f"{error.what}: {error.evidence}"), before
-    changes = {name: _change(mod, name, before, after) for name in before[0]}
+    changes = {name: change(mod.tolerance, name, before, after) for name in before[0]}
     output, (moved, tolerance) = max(changes.items(), key=lambda item: item[1][0] / item[1][1])
     record = replace(record, max_abs=moved, tolerance=tolerance)
     if moved <= tolerance:
@@ -216,7 +218,7 @@ def _judge(
     return _rolled_back(record, f"moved output '{output}' by {moved:.3g}, tolerance {tolerance:.3g}"), before
 
 
-def _change(mod: Mod[Any], name: str, before: Outputs, after: Outputs) -> tuple[float, float]:
+def change(tolerance: float, name: str, before: Outputs, after: Outputs) -> tuple[float, float]:
     """Return the change of one output, and its limit."""
     moved, largest = 0.0, 1.0
     for old, new in zip(before, after, strict=True):
@@ -226,7 +228,7 @@ def _change(mod: Mod[Any], name: str, before: Outputs, after: Outputs) -> tuple[
         moved = max(moved, float(difference.max(initial=0.0)) if np.isfinite(difference).all() else np.inf)
         magnitudes = np.abs(old[name][np.isfinite(old[name])].astype(np.float64))
         largest = max(largest, float(magnitudes.max(initial=0.0)))
-    return moved, mod.tolerance * largest
+    return moved, tolerance * largest
 
 
 def _rolled_back(record: RewriteRecord, evidence: str) -> RewriteRecord:

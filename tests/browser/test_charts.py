@@ -8,7 +8,7 @@ from changed_run import comparable
 
 from loka_onnx.report import ReportData
 
-LATENCY = "#chart-latency"
+LATENCY = "#chart-engines"
 
 
 @pytest.fixture

@@ -99,7 +99,7 @@ def test_the_bar_has_the_interval_inside_of_the_budget(visit, report):
 
 def test_every_candidate_is_in_the_chart_or_named_beside_it(visit, report):
     page = visit(report).page
-    chart = page.locator("#chart-latency .chart:visible")
+    chart = page.locator("#chart-engines .chart:visible")
     chart.locator(".main-svg").first.wait_for()
     names = " ".join(chart.locator(".textpoint").all_text_contents())
     for plan in LATENCIES_US:
@@ -112,7 +112,7 @@ def test_every_candidate_is_in_the_chart_or_named_beside_it(visit, report):
     assert len(paths) == 3
     # The front joins what nothing beats.
     front = page.evaluate(
-        "() => document.querySelector('#chart-latency .plot').data"
+        "() => document.querySelector('#chart-engines .plot').data"
         ".filter(t => t.name === 'Pareto front').map(t => t.x)[0]"
     )
     assert front == [LATENCIES_US["fp8-all"], LATENCIES_US["fp8-safe"], LATENCIES_US["fp32"]]
@@ -123,8 +123,8 @@ def test_every_candidate_is_in_the_chart_or_named_beside_it(visit, report):
         ("ctr on rtx", "nothing to draw"),
         ("ctr on rtx", "rtx-tensorrt_rtx-sm89-fp8-safe: latency not measured"),
     ):
-        page.locator("#chart-latency select").select_option(label=name)
-        assert wanted in page.locator("#chart-latency .chart:visible").inner_text()
+        page.locator("#chart-engines select").select_option(label=name)
+        assert wanted in page.locator("#chart-engines .chart:visible").inner_text()
 
 
 def test_tables_sort_by_mouse_and_by_keyboard(visit, report):
@@ -282,12 +282,12 @@ def test_the_theme_is_that_of_the_system_until_it_is_chosen(visit, report, schem
         seen[name] = background(page)
     assert seen == {**colors, "system": colors[scheme]}
     # Plots follow: their text has the colour of the page's.
-    page.locator("#chart-latency .plot:visible .main-svg").first.wait_for()
+    page.locator("#chart-engines .plot:visible .main-svg").first.wait_for()
     for _ in range(2):
         button.click()
     ink = page.evaluate("getComputedStyle(document.body).color")
     assert ink == "rgb(231, 234, 238)"
-    text = page.locator("#chart-latency .plot:visible .xtitle")
+    text = page.locator("#chart-engines .plot:visible .xtitle")
     assert text.evaluate("e => getComputedStyle(e).fill") == ink
     # Remembered where there is storage.
     wait_until_reloaded_as(page, "Theme: dark")
@@ -349,7 +349,7 @@ def test_paper_is_white_and_has_every_row_and_no_controls(visit, report):
     page.emulate_media(media="print")
     assert background(page) == "rgb(255, 255, 255)"
     assert page.evaluate("getComputedStyle(document.body).color") == "rgb(22, 25, 29)"
-    for control in ("#theme", ".bar", ".tools", "#chart-latency select"):
+    for control in ("#theme", ".bar", ".tools", "#chart-engines select"):
         assert not page.locator(control).first.is_visible()
     regions = page.locator(".wide").all()
     assert regions

@@ -59,7 +59,7 @@ def test_an_activation_of_zeros_is_told_from_one_without_a_histogram(visit, data
     assert page.locator("#site-none").inner_text() == "No histogram was kept of this site."
 
 
-@pytest.mark.parametrize("control", ["#site-choice", "#site-log", "#chart-latency select"])
+@pytest.mark.parametrize("control", ["#site-choice", "#site-log", "#chart-engines select"])
 def test_coming_back_does_not_bring_back_half_of_a_choice(visit, report, control):
     """Browsers fill controls in again, and know nothing of what they have led to."""
     page = visit(report).page
@@ -76,5 +76,5 @@ def test_coming_back_does_not_bring_back_half_of_a_choice(visit, report, control
         name = found.evaluate("e => e.selectedOptions[0].text")
         assert page.locator("#site-reason").inner_text().startswith(f"{name}: ")
     else:
-        charts = page.locator("#chart-latency .chart").all()
+        charts = page.locator("#chart-engines .chart").all()
         assert [chart.is_visible() for chart in charts].index(True) == int(found.input_value())

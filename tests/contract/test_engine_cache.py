@@ -6,6 +6,8 @@ import os
 import shutil
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -75,6 +77,26 @@ def test_the_second_build_of_the_same_is_a_copy_of_the_first(model: TinyModel, t
     # A copy: what a user does to the one is not done to the other.
     entry = next((tmp_path / "cache").glob("*/*/engine/engine.onnx"))
     assert entry.stat().st_ino != (tmp_path / "other" / again.path).stat().st_ino
+
+
+def test_equal_builds_at_the_same_time_are_one(model: TinyModel, tmp_path: Path) -> None:
+    """As of a plan that quantizes nothing, and the plan in its base precision."""
+
+    class Slow(Fake):
+        def build(self, request: BuildRequest) -> EngineArtifact:
+            time.sleep(0.2)
+            return super().build(request)
+
+    backend, plan = Slow(), request_for(model, tmp_path).plan
+    names = ("bf16", "fp8-safe")
+    requests = [replace(request_for(model, tmp_path / name), plan=replace(plan, id=name)) for name in names]
+    with ThreadPoolExecutor(2) as pool:
+        cache = EngineCache(tmp_path / "cache", GB)
+        built = list(pool.map(lambda request: cache.build(backend, request), requests))
+    assert backend.built == 1
+    assert tuple(engine.plan for engine in built) == names
+    assert sum("engine cache" in engine.detail for engine in built) == 1
+    assert all((tmp_path / name / "engine.onnx").is_file() for name in names)
 
 
 def test_everything_that_a_build_depends_on_is_in_the_key(model: TinyModel, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""INT8 engines of ONNX Runtime's CPU provider, against products of int64 in NumPy."""
+"""INT8 engines of ONNX Runtime's CPU provider, and mixed ones of every backend, against NumPy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tiny_models import TinyModel, request_for
 
 from loka_onnx.core.artifact import ModelArtifact, OutputKind, OutputSpec
 from loka_onnx.core.engine import BuildStatus, EngineArtifact
-from loka_onnx.core.formats import INT8, UINT8, NumberFormat, Precision
+from loka_onnx.core.formats import E4M3FN, INT8, UINT8, NumberFormat, Precision
 from loka_onnx.core.plan import Decision, PrecisionPlan, Verdict
 from loka_onnx.core.recipe import Granularity, Recipe
 from loka_onnx.engines.onnxruntime import backend as module
@@ -258,3 +258,50 @@ def test_a_zero_point_that_a_format_lacks_is_declined(planned: Planned, tmp_path
     assert "the zero point 256" in str(
         get_backend("onnxruntime").decline(with_zero(planned.plan, 256), "cpu")
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "architecture"),
+    [
+        pytest.param("onnxruntime", "cpu", marks=needs_integers),
+        ("inductor", "cpu"),
+        pytest.param("tensorrt_rtx", "sm89", marks=pytest.mark.slow),
+    ],
+)
+def test_a_mixed_plan_runs_each_site_in_its_format(name: str, architecture: str, tmp_path: Path) -> None:
+    """fc1 and fc3 in INT8, fc2 in FP8; the values are those of each format's own arithmetic."""
+    backend, planned = get_backend(name), plan_of(tmp_path, format=INT8)
+    if not backend.availability().installed:
+        pytest.skip(f"needs {name}")
+    columns = np.abs(planned.weights["w2"]).max(axis=0) / 448
+    scales = columns.astype(ml_dtypes.bfloat16).astype(np.float32)
+    recipe = Recipe.of(E4M3FN, Granularity.PER_CHANNEL)
+    float8 = Decision("fc2", Precision.FP8, recipe, Verdict.SAFE, "", 0.25, tuple(scales.tolist()))
+    decisions = tuple(float8 if d.site == "fc2" else d for d in planned.plan.decisions)
+    mixed = replace(planned.plan, id="mixed", base=Precision.FP16, decisions=decisions)
+    assert (mixed.kind, mixed.precisions) == ("mixed", (Precision.FP8, Precision.INT8))
+    base = backend.base_precision(mixed)
+    form = PlanForm(base, backend.spec.fusions)
+    written = apply_plan(planned.model, mixed, form, tmp_path / "planned" / "m.onnx")
+    np.savez(tmp_path / "sample.npz", x=rows(8))
+    model = TinyModel(written.path, mixed, written.sites, tmp_path / "sample.npz")
+    options = {TIME_PRODUCTS: 0} if name == "onnxruntime" else {}
+    batch = BatchRange(1, 8, 64, (8,))
+    request = request_for(model, tmp_path / "engine", architecture, batch=batch, options=options)
+    engine = backend.build(request)
+    assert engine.is_built, engine.detail
+    engaged = {site.site for site in engine.sites if site.engaged and site.planned.is_quantized}
+    assert engaged == {"fc1", "fc2", "fc3"}
+    assert engine.simulated is (architecture == "cpu")
+    if architecture != "cpu":
+        return
+    with backend.load(tmp_path / "engine" / str(engine.path), "cpu") as runner:
+        got = runner.run({"x": rows(64)})["y"]
+    w = planned.weights
+    h = np.maximum(planned.product("fc1", rows(64)) + w["b1"], 0)
+    a = np.clip(h.astype(np.float32) / np.float32(0.25), -448, 448).astype(ml_dtypes.float8_e4m3fn)
+    b = np.clip(w["w2"] / scales, -448, 448).astype(ml_dtypes.float8_e4m3fn)
+    h = np.tanh(a.astype(np.float64) @ b.astype(np.float64) * (0.25 * scales) + w["b2"])
+    want = np.maximum(planned.product("fc3", h), 0) @ w["w4"].astype(np.float64) + w["b4"]
+    # FP16 between the products of Inductor; ties of INT8 that fall the other way.
+    assert np.abs(got - want).max() <= 0.03 * np.abs(want).max()

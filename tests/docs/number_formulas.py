@@ -255,6 +255,43 @@ def largest(format: str) -> float:
     return float(fraction * 2.0 ** (top - bias))
 
 
+def blanket_float8(batch: int) -> list[float]:
+    """Time of FP8 everywhere over that of the chosen engine, of every public ranker on a GPU."""
+    runs = (run["beside today"] for run in figure("gpu_rankers").values() if "failed" not in run)
+    held = (run["batches"][str(batch)]["inputs on the device"]["chosen over"] for run in runs)
+    return [each["blanket FP8"]["ratio"] for each in held if "blanket FP8" in each]
+
+
+def gpu_plans() -> list[str]:
+    """The plan that each run of a public ranker on a GPU chose, where its choice was kept."""
+    runs = (run for run in figure("gpu_rankers").values() if "failed" not in run)
+    return [run["choice"]["plan"] for run in runs if run["choice"]["plan"] != "not kept"]
+
+
+def cpu_cases() -> list[tuple[float, str]]:
+    """FP32's time over that of the fastest own engine inside the budget, and its plan, of each case."""
+    cases = []
+    for model in figure("cpu_engines").values():
+        graphs = {name: graph for name, graph in model["graphs"].items() if "us" in graph}
+        limit = 100 * setting("cpu_engines", "budget")
+        own = [n for n, g in graphs.items() if n.startswith("LoKA") and g["delta_ne_percent"][2] <= limit]
+        for size, (_, base, _) in graphs["FP32, as exported"]["us"].items():
+            us, name = min((graphs[name]["us"][size][1], name) for name in own)
+            cases.append((base / us, name))
+    return cases
+
+
+def table_times() -> list[float]:
+    """Time of a call with tables in INT8 over that in FP32, medians."""
+    return [v[0] for held in figure("int8_tables").values() for k, v in held.items() if k.startswith("time_")]
+
+
+def gptq_gains(format: str) -> list[float]:
+    """KL with weights rounded to the nearest over that by GPTQ, of every plan of a format."""
+    gains = figure("weight_rounding", "gain").items()
+    return [gain["gptq"] for name, gain in gains if name.endswith(format)]
+
+
 FORMULAS: dict[str, Any] = {
     "R": figure,
     "S": setting,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -127,3 +128,22 @@ def test_a_torchrec_model(tmp_path: Path) -> None:
 def test_every_example_is_run_here() -> None:
     tested = set(re.findall(r'run_example\("(\w+\.py)"', Path(__file__).read_text(encoding="utf-8")))
     assert tested == {path.name for path in EXAMPLES.glob("*.py")}
+
+
+@pytest.mark.slow
+def test_the_notebook(tmp_path: Path) -> None:
+    reason = "needs nbclient, ipykernel and pandas: `make venv` installs them"
+    for package in ("ipykernel", "pandas"):
+        pytest.importorskip(package, reason=reason)
+    client = pytest.importorskip("nbclient", reason=reason)
+    import nbformat
+
+    for name in ("notebook.ipynb", "bare_onnx.py"):
+        shutil.copy(EXAMPLES / name, tmp_path)
+    notebook = nbformat.read(tmp_path / "notebook.ipynb", as_version=4)
+    client.NotebookClient(notebook, timeout=240, resources={"metadata": {"path": tmp_path}}).execute()
+    outputs = [cell.outputs[-1] for cell in notebook.cells if cell.cell_type == "code"]
+    tables = [output.data["text/html"].count("<tr") for output in outputs[:-1]]
+    assert all(rows > 1 for rows in tables)
+    answers = [float(number) for number in re.findall(r"0\.\d+", outputs[-1].text)]
+    assert len(answers) == 4 and all(0 < answer < 1 for answer in answers)

@@ -15,7 +15,9 @@ NO_REFINING = {"rounds": 0}
 """Engines that are as if FP8 were faster would be refined, which takes longer than all else."""
 
 
-class _Slow(Runner):
+class Slow(Runner):
+    """Takes 4 ms longer."""
+
     def __init__(self, inner: Runner) -> None:
         self._inner = inner
 
@@ -35,4 +37,4 @@ class Fast8(OnnxRuntimeBackend):
 
     def load(self, engine: Path, architecture: str) -> Runner:
         runner = super().load(engine, architecture)
-        return runner if b"QuantizeLinear" in engine.read_bytes() else _Slow(runner)
+        return runner if b"QuantizeLinear" in engine.read_bytes() else Slow(runner)

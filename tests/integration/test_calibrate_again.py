@@ -50,7 +50,7 @@ def test_sampling_stops_when_every_verdict_is_reached_and_says_so(fresh, command
     assert done.code == 0, done.err
     stopped = profile_at(place)
     assert stopped.sampling.may_stop_early and stopped.sampling.undecided == ()
-    assert 4096 <= stopped.sampling.rows < stopped.rows
+    assert 4096 <= stopped.sampling.rows < stopped.error_rows < stopped.rows
     assert "Sensitivities stopped where the verdict of every site was reached" in done.out
     assert f"sensitivities: {stopped.sampling.rows:,} rows" in done.out
 
@@ -62,14 +62,14 @@ def test_sampling_stops_when_every_verdict_is_reached_and_says_so(fresh, command
     done = command("calibrate", place.run_file, "--set", f"outputs.0.budget={budget}")
     assert done.code == 0, done.err
     ended = profile_at(place)
-    assert ended.sampling.rows == ended.rows and ended.sampling.looks > 1
+    assert ended.sampling.rows == ended.error_rows and ended.sampling.looks > 1
     (still_open,) = ended.sampling.undecided
-    assert f"after {ended.rows:,}: {still_open}. More rows may decide them" in done.out
+    assert f"after {ended.error_rows:,}: {still_open}. More rows may decide them" in done.out
 
     done = command("calibrate", place.run_file, "--set", "calibration.stop_when_decided=false")
     fixed = profile_at(place)
     assert (fixed.sampling.looks, fixed.sampling.may_stop_early) == (1, False)
-    assert fixed.sampling.rows == fixed.rows
+    assert fixed.sampling.rows == fixed.error_rows
 
 
 def test_where_batches_run_does_not_matter_to_a_finished_calibration(planned, command):

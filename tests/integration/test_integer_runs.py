@@ -52,7 +52,7 @@ def test_a_faster_engine_inside_the_budget_is_emitted(finished):
     assert chosen.plan in {"int8-all", "int8-safe"}
     assert chosen.basis == "measured on the target"
     plan = result.report.plans.plan("int8-safe")
-    assert plan.quantized is Precision.INT8
+    assert plan.precisions == (Precision.INT8,)
     assert plan.fp8_share == 1.0
     assert plan.decision("fc2").recipe.id == "uint8/per_tensor/per_channel/mse"
     assert "INT8 kernels want both to be at least 16" in plan.decision("heads").reason
@@ -81,6 +81,24 @@ def test_a_fleet_host_loads_it_where_it_has_the_instructions(finished, monkeypat
     assert 0 < np.abs(answers["ctr"] - exact["ctr"]).max() < 0.2
 
 
+def test_a_value_that_no_calibration_row_has_is_inside_the_ranges(tmp_path):
+    """Three in a hundred rows of the other splits hold the lowest value of an input, far below the rest."""
+    place, columns = make_workplace(tmp_path / "place"), make_columns()
+    d0 = np.random.default_rng(2).integers(0, 3, ROWS).astype(np.float32)
+    d0[ROWS // 5 :: 33] = -9.0
+    write_rows(place.path / "rows.parquet", columns | {"d0": d0})
+    split = {"by": "order", "fractions": {"calibration": 0.2, "selection": 0.3, "certification": 0.5}}
+    place.write_run_file(
+        plan={"plans": ["fp32", "int8-all"], "formats": ["int8"]}, data={"split": split, "group": None}
+    )
+    run(place.run_file, RunOptions(until=Stage.PLAN))
+    profile = serde.read(Profile, place.output / "profile.json")
+    joined = profile.site("fc1").operands["joined"]
+    assert joined.minimum == -9.0
+    scale, zero = (profile.scales[name]["joined"] for name in ("uint8/mse", "uint8/mse/zero_point"))
+    assert -(zero + 0.5) * scale <= -9.0
+
+
 def test_two_formats_compete_in_one_run(tmp_path):
     """FP8 plans are made; none of their engines could be chosen on a CPU that multiplies INT8."""
     place = make_workplace(tmp_path / "place")
@@ -97,13 +115,10 @@ def test_two_formats_compete_in_one_run(tmp_path):
         "int8-all",
         "int8-safe",
     ]
-    assert (
-        plans.plan("fp8-all").quantized is Precision.FP8
-        and plans.plan("int8-all").quantized is Precision.INT8
-    )
+    assert plans.plan("fp8-all").kind == "fp8" and plans.plan("int8-all").kind == "int8"
     assert plans.notes == ("FP8 plans are not built for cpu, which multiplies INT8",)
     assert {engine.plan for engine in result.report.engines} == {"fp32", "bf16", "int8-all", "int8-safe"}
-    climbs = serde.read(Climbs, place.output / "ladder.json").by_precision
+    climbs = serde.read(Climbs, place.output / "ladder.json").by_kind
     for precision, climb in climbs.items():
         assert set(plans.plan(f"{precision}-safe").quantized_sites) == set(climb.sites)
     fitted = serde.read(CorrectionSet, place.output / "corrections.json").plans
@@ -118,6 +133,4 @@ def test_two_formats_compete_in_one_run(tmp_path):
     added = serde.read(Profile, place.output / "calibration" / "exported.json")
     assert added.precisions == (Precision.FP8, Precision.INT8) and "+" in added.data_digest
     drift = open_run(place.output / "profile.json")
-    assert drift.baseline.profile.precisions == (
-        plans.plan(result.choice.targets[0].plan).quantized or Precision.FP8,
-    )
+    assert drift.baseline.profile.precisions == (plans.plan(result.choice.targets[0].plan).kind or "fp8",)

@@ -40,7 +40,7 @@ def test_the_plan_is_the_rung_that_was_measured(tmp_path):
         calibration={"rows": 1000, "draws": 1},
     )
     run(place.run_file, RunOptions(until=Stage.BUILD))
-    climb = serde.read(Climbs, place.output / "ladder.json").by_precision[Precision.FP8]
+    climb = serde.read(Climbs, place.output / "ladder.json").by_kind["fp8"]
     taken = climb.taken
     assert climb.judged and taken is not None and taken.change is not None
     assert taken.fits and taken.chance >= climb.chance == 0.9

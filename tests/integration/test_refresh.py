@@ -5,12 +5,13 @@ from __future__ import annotations
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import onnx
 import pytest
-from fast8_backend import NO_REFINING, Fast8
+from fast8_backend import NO_REFINING, Fast8, Slow
 from onnx import numpy_helper as nh
 from scipy.special import ndtri
 from synthetic_runs import Workplace, make_workplace
@@ -20,9 +21,10 @@ from loka_onnx.core import serde
 from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.engine import EngineSet
 from loka_onnx.core.evaluation import Choice, Evaluation, EvaluationSet
+from loka_onnx.core.formats import Precision
 from loka_onnx.core.job import BuildJob
 from loka_onnx.core.lineage import Refresh
-from loka_onnx.core.plan import PlanSet
+from loka_onnx.core.plan import PlanSet, PrecisionPlan
 from loka_onnx.core.profile import Profile
 from loka_onnx.core.site import HIGH_ERROR
 from loka_onnx.engines import registry
@@ -34,6 +36,7 @@ from loka_onnx.operations.refresh.refreshing import RefreshOptions, refresh
 from loka_onnx.pipeline.job_execution import execute_job
 from loka_onnx.pipeline.jobs import find_jobs
 from loka_onnx.pipeline.run import RunOptions, Stage, run
+from loka_onnx.sessions.runner import Runner
 
 pytestmark = pytest.mark.slow
 
@@ -225,6 +228,40 @@ def test_fp16_that_the_new_weights_do_not_fit_is_not_kept(place, tmp_path, comma
     assert refused.code == 2
     assert "plan 'fp8-all' runs " in refused.err and "in fp16" in refused.err
     assert not (tmp_path / "new" / "bundle").exists()
+
+
+class Untouching(OnnxRuntimeBackend):
+    """Builds the exported model too, in FP32, as if that were the fastest."""
+
+    untouched = MappingProxyType({"int8_tables": 0})
+
+    def decline(self, plan: PrecisionPlan, architecture: str) -> str | None:
+        return None if plan.untouched else super().decline(plan, architecture)
+
+    def base_precision(self, plan: PrecisionPlan) -> Precision:
+        return Precision.FP32
+
+    def load(self, engine: Path, architecture: str) -> Runner:
+        runner = super().load(engine, architecture)
+        return runner if "untouched" in str(engine) else Slow(runner)
+
+
+def test_the_exported_model_is_chosen_and_refreshed_untouched(place, tmp_path, monkeypatch):
+    monkeypatch.setattr(registry, "maker_of", {"onnxruntime": Untouching}.__getitem__)
+    place.write_run_file(plan={"plans": ["fp32", "untouched"]}, refine=NO_REFINING)
+    result = run(place.run_file)
+    (target,) = result.choice.targets
+    assert target.plan == "untouched", target.reason
+    model = retrained(place, tmp_path / "monday.onnx", **{"fc1.w": 1.001})
+    again = tmp_path / "again"
+    assert refresh(place.output, model, RefreshOptions(output=again)).refresh.fallback == ""
+    for directory in (place.output, again):
+        plan = read(PlanSet, directory, "plan.json").plan("untouched")
+        exported = read(ModelArtifact, directory, "model/exported.json")
+        assert (plan.untouched, plan.model_digest) == (True, exported.digest)
+        assert [decision.site for decision in plan.decisions] == [site.name for site in exported.sites]
+        (engine,) = (e for e in read(EngineSet, directory, "engines.json").engines if e.plan == "untouched")
+        assert engine.is_built and (directory / "bundle/engines").is_dir()
 
 
 def test_an_interrupted_full_run_goes_on_as_the_second_look(earlier, tmp_path, monkeypatch, command):

@@ -124,6 +124,27 @@ def test_the_end_of_a_run_fits_the_terminal(finished, columns):
     assert report.endswith("report.html")
 
 
+@pytest.mark.parametrize("columns", [80, 120])
+def test_no_line_is_wider_than_the_terminal_and_nothing_is_cut(finished, tmp_path, columns):
+    """Lines with a path, which is left whole to be copied, may be."""
+    place = finished.directory.parents[1]
+    rows, bundle = place / "rows.parquet", finished.bundle
+    exported = finished.directory / "model" / "exported.onnx"
+    commands = {
+        "doctor": ("doctor",),
+        "check": ("doctor", place / "RUN.yaml"),
+        "init": ("init", exported, rows, "-o", "RUN.yaml"),
+        "run": ("run", place / "RUN.yaml", "--resume"),
+        "compare": ("compare", exported, bundle, "--data", rows, "--rows", "2000", "--no-latency"),
+    }
+    for name, words in commands.items():
+        session = start([BIN / "loka-onnx", *words], columns=columns, cwd=tmp_path)
+        assert session.end() == 0, session.text
+        shown = [line for line in screen(session.text) if not re.search(r"(?<!\S)\.{0,2}/", line)]
+        assert len(shown) > 1, name
+        assert not [line for line in shown if len(line) > columns or "…" in line], name
+
+
 def resumed(finished: RunResult, *flags: str, **environment: str) -> Done:
     run_file = finished.directory.parent.parent / "RUN.yaml"
     variables = {k: v for k, v in os.environ.items() if k not in {"NO_COLOR", "FORCE_COLOR"}}

@@ -114,7 +114,7 @@ def test_a_report_of_an_older_schema_is_written_again_from_its_run(later, tmp_pa
     assert done.code == 0
     assert done.err.count("reused") > 5  # of one version, nothing is measured again
     after = file.read_text()
-    assert after.replace("report/1000", "report/7").replace(str(copy), str(later.directory)) == before
+    assert after.replace("report/1000", "report/8").replace(str(copy), str(later.directory)) == before
     monkeypatch.undo()
     assert command("report", run_file, "--output", copy).code == 0
     assert file.read_text().replace(str(copy), str(later.directory)) == before

@@ -50,7 +50,7 @@ from loka_onnx.core.manifest import (
     sample_key,
 )
 from loka_onnx.core.progress import Progress, silent
-from loka_onnx.core.rewrite import Part
+from loka_onnx.core.rewrite import INDEX, Part
 from loka_onnx.errors import ModelError
 from loka_onnx.sessions.dlpack import DTYPES
 from loka_onnx.sessions.model_files import data_locations, read_model
@@ -341,12 +341,16 @@ def _check_cut(where: Path, manifest: Manifest) -> None:
     dense = [entry.id for entry in manifest.candidates if entry.part is Part.DENSE]
     if manifest.fallback.part is not Part.WHOLE:
         refuse(where, "the fallback is not the whole model", f"its part is '{manifest.fallback.part}'")
+    inputs = {spec.name for spec in manifest.inputs}
+    shared = [entry.id for entry in manifest.candidates if entry.part is Part.REQUEST]
+    if not {*manifest.shared} <= inputs or (INDEX in inputs and shared) or (shared and not manifest.shared):
+        what = "inputs that are equal within a request are not among those of the model"
+        refuse(where, what, f"shared {sorted(manifest.shared)}, inputs {sorted(inputs)}")
     if cut is None:
         if dense:
             what = f"engine '{dense[0]}' takes looked-up rows, and the manifest has no cut"
             refuse(where, what, f"its part is '{Part.DENSE}'")
         return
-    inputs = {spec.name for spec in manifest.inputs}
     unknown = sorted({*cut.lookup_inputs, *cut.passed} - inputs)
     if unknown:
         refuse(where, f"the cut reads '{unknown[0]}', which is no input", f"inputs {sorted(inputs)}")

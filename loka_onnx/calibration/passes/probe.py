@@ -59,6 +59,8 @@ class PassOptions:
         seed: Of the random order.
         sensitivity_rows: Most rows of the sensitivity pass; None for all.
         group: Column of rows that belong together; None where rows are independent.
+        beside: Further rows that ranges alone are taken from, without their labels: a value of an input that
+            few rows have may be in none of the others.
         draws: Noise seeds of the rounding (`observers.arithmetic`); 1 for the scales themselves only.
     """
 
@@ -71,6 +73,7 @@ class PassOptions:
     sensitivity_rows: int | None = None
     group: str | None = None
     draws: int = 4
+    beside: tuple[Dataset, ...] = ()
 
     def rows_used(self, available: int) -> int:
         """Return the number of rows that are used of those of a data set."""
@@ -125,8 +128,8 @@ class Probe:
         self.options = options or PassOptions()
         self.executor = executor or LocalExecutor()
         self.rows = self.options.rows_used(data.rows)
-        self._range_spans = self.options.range_spans(data.rows)
-        self.range_rows = rows_of(self._range_spans)
+        self._ranged = [(each, self.options.range_spans(each.rows)) for each in (data, *self.options.beside)]
+        self.range_rows = sum(rows_of(spans) for _, spans in self._ranged)
 
     def ranges(self, scratch: Path) -> dict[str, RangeStats]:
         """Return the range of every activation that a site reads, by tensor name, over `range_rows`.
@@ -141,7 +144,7 @@ class Probe:
         totals = RangeTotals(observe_ranges(graph, self.sites, sampling_stride(size)), size)
         path = scratch / "ranges.onnx"
         graph.save(path)
-        for result, where in self._run(RangeWork(path, totals.samples), self._range_spans, "ranges"):
+        for result, where in self._run(RangeWork(path, totals.samples), self._ranged, "ranges"):
             totals.add(result, where)
         return totals.read()
 
@@ -155,7 +158,7 @@ class Probe:
         path = scratch / "magnitudes.onnx"
         graph.save(path)
         spans = spans_in_order(self.rows, self.options.batch_size)
-        for result, where in self._run(ReductionWork(path), spans, "magnitudes"):
+        for result, where in self._run(ReductionWork(path), [(self.data, spans)], "magnitudes"):
             values = result.value
             if any(np.isnan(vector).any() for vector in values.values()):  # infinities are magnitudes
                 extremes = {o.tensor: [o.low.read(values), o.high.read(values)] for o in observers}
@@ -188,7 +191,7 @@ class Probe:
         )
         ends = set(accumulate(span.rows for span in spans))
         task = "fp8 error" if precision is None else f"fp8 error{UNTIL}precise"
-        with closing(self._run(ReductionWork(path), spans, task)) as steps:
+        with closing(self._run(ReductionWork(path), [(self.data, spans)], task)) as steps:
             for result, where in steps:
                 totals.add(result, where)
                 if precision is None or totals.rows not in ends:
@@ -201,14 +204,15 @@ class Probe:
         return MeasuredErrors({site.name: by_site.get(site.name, []) for site in self.sites}, totals.rows)
 
     def _run(
-        self, work: BatchWork[R], spans: Sequence[Span], task: str
+        self, work: BatchWork[R], parts: Sequence[tuple[Dataset, Sequence[Span]]], task: str
     ) -> Generator[tuple[BatchResult[R], str]]:
         """Yield each batch, and what messages call it."""
-        size, done = self.options.batch_size, 0
-        batches, total = -(-self.rows // size), rows_of(spans)
-        numbers = (n for span in spans for n in range(span.start // size, -(-span.stop // size)))
-        with closing(self.executor.run(work, self.data, spans, size)) as results:
-            for result, number in zip(results, numbers, strict=True):
-                yield result, f"batch {number + 1} of {batches} of '{self.data.name}'"
-                done += result.rows
-                self.progress(task, done, total)
+        size, done, total = self.options.batch_size, 0, sum(rows_of(spans) for _, spans in parts)
+        for data, spans in parts:
+            batches = -(-self.options.rows_used(data.rows) // size)
+            numbers = (n for span in spans for n in range(span.start // size, -(-span.stop // size)))
+            with closing(self.executor.run(work, data, spans, size)) as results:
+                for result, number in zip(results, numbers, strict=True):
+                    yield result, f"batch {number + 1} of {batches} of '{data.name}'"
+                    done += result.rows
+                    self.progress(task, done, total)

@@ -17,6 +17,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import ClassVar
 
 from onnx import TensorProto
@@ -138,6 +139,7 @@ class InductorBackend(Backend):
 
     spec: ClassVar[BackendSpec] = INDUCTOR
     options: ClassVar[Mapping[str, range]] = OPTIONS
+    untouched: ClassVar[Mapping[str, int]] = MappingProxyType({FUSE: 0, "max_autotune": 1})
 
     def availability(self) -> Availability:
         """See `Backend.availability`; the CPU always runs, GPUs where PyTorch uses them."""

@@ -80,6 +80,7 @@ ONNXRUNTIME = OnnxRuntimeSpec(
     triton="loka_onnx.engines.onnxruntime.triton:triton_form",
     devices={CPU: (CPU,), **NVIDIA, **AMD},
     fusions=Fusions(evidence="its CPU and CUDA providers run each Q and DQ alone: FP8 is simulated"),
+    request_form=(CPU,),
 )
 ONNXRUNTIME_TENSORRT = OnnxRuntimeSpec(
     name="onnxruntime_tensorrt",

@@ -8,7 +8,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, ClassVar
 
-from rich.console import Console
 from rich.text import Text
 
 from loka_onnx.core import serde
@@ -132,13 +131,6 @@ def _value(text: str | None) -> Value | None:
         return None
     figures = text.figures if isinstance(text, Told) else ()
     return Value(str(text), tuple(float(figure.value) for figure in figures if figure.value is not None))
-
-
-def print_difference(out: Console, difference: Difference, *, screen: bool = False) -> None:
-    """Print a difference, all of it or as many rows of each section as fit on a screen."""
-    # soft_wrap: a path or id that is cut at the margin cannot be copied.
-    for line in screen_lines(difference) if screen else lines(difference):
-        out.print(line, soft_wrap=True)
 
 
 def screen_lines(difference: Difference) -> Iterator[Text]:

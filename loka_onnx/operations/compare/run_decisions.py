@@ -151,7 +151,7 @@ def plans(old: ReportData, new: ReportData) -> Iterator[Row]:
 
 def _summary(plan: PrecisionPlan) -> Told:
     sites, share = number(numbers.count, len(plan.quantized_sites)), number(numbers.share, plan.fp8_share)
-    names = plan.base.value, (plan.quantized or Precision.FP8).upper()
+    names = plan.base.value, " and ".join(p.upper() for p in plan.precisions or (Precision.FP8,))
     return told("{}, sites in {}: {}, of the FLOPs {}", *names, sites, share)
 
 

@@ -83,7 +83,7 @@ def open_run(profile: str | Path, run: str | Path | None = None, plan: str | Non
     baseline = Baseline(model, known, recorded.outputs)
     baseline = replace(baseline, columns=_column_names(graph, bindings, baseline.ranges))
     if chosen is not None:
-        known = known.of(chosen.quantized) if chosen.quantized else known
+        known = known.of(chosen.formats)
         counted = frozenset(chosen.quantized_sites)
         baseline = replace(baseline, profile=known, counted=counted, basis=f"plan {chosen.id}")
     return OpenedRun(directory, baseline, bindings)

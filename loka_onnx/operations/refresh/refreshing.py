@@ -36,10 +36,11 @@ from loka_onnx.pipeline.correcting import Correcting
 from loka_onnx.pipeline.directory import RunDirectory, Stage
 from loka_onnx.pipeline.emission import CHOOSE, Results, emit_bundle, notes_of, write_report
 from loka_onnx.pipeline.job_results import choosable
-from loka_onnx.pipeline.judging import EVALUATE, Judging
+from loka_onnx.pipeline.judging import EVALUATE, Judging, today
 from loka_onnx.pipeline.mods import modify, split_high_error
 from loka_onnx.pipeline.probing import Probing
 from loka_onnx.pipeline.run import Reporting, RunOptions, RunResult, recorded, rewrites_of, run
+from loka_onnx.pipeline.sharing import share_features
 from loka_onnx.pipeline.splitting import cut_model
 from loka_onnx.pipeline.versions import library_versions
 
@@ -237,7 +238,9 @@ class _Attempt:
                 raise _Outdated(f"the structure of the model differs: {'; '.join(changed)}", ModelError)
         modified = split_high_error(context, modify(context), before.high_error_channels)
         _compare_sites(before.modified, modified.model)
-        judging = Judging(context, cut_model(context, modified.model))
+        judging = Judging(
+            context, cut_model(context, modified.model), share_features(context, modified.model)
+        )
         profile = Probing(context).refresh(modified.model, measured_recipes(before.profile))
         self.profile = profile
         plans = self.plans = _replanned(context, before, modified.model, profile)
@@ -276,12 +279,13 @@ def _compare_sites(before: ModelArtifact, modified: ModelArtifact) -> None:
 def _replanned(context: Context, before: EarlierRun, modified: ModelArtifact, profile: Profile) -> PlanSet:
     """Write the plans of the engines to build, with new scales → `plan.json`."""
     wanted = [plan for plan in before.plans.plans if plan.id in before.wanted_plans]
-    reason = unproven_reason(wanted, modified, profile, context.config.plan.protect)
-    if reason:
-        raise _Outdated(reason, ModelError)
+    models = {plan.id: context.exported if plan.untouched else modified for plan in wanted}
+    for plan in wanted:
+        if reason := unproven_reason(plan, models[plan.id], profile, context.config.plan.protect):
+            raise _Outdated(reason, ModelError)
 
     def make() -> PlanSet:
-        again = tuple(replan(plan, modified, profile, context.specs) for plan in wanted)
+        again = tuple(replan(plan, models[plan.id], profile, context.specs) for plan in wanted)
         return PlanSet(again, before.plans.notes, able_share=before.plans.able_share)
 
     return context.directory.document(REPLAN, {"plans": wanted, "profile": profile}, make)
@@ -307,7 +311,7 @@ def _certify(judging: Judging, before: EarlierRun, engines: EngineSet) -> Evalua
         "slices": config.data.slices,
     }
     return context.directory.document(
-        EVALUATE, reads, lambda: EvaluationSet(tuple(judging.judge(split, judged)))
+        EVALUATE, reads, lambda: EvaluationSet(tuple(judging.judge(split, judged)), today())
     )
 
 

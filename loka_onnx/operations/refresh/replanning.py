@@ -38,41 +38,39 @@ def replan(
         return with_scales(decision, sites[decision.site], decision.recipe, graph, profile)
 
     # Of quantized sites, together where they were measured together.
-    known = profile.of(plan.quantized) if plan.quantized else profile
-    costs = Costs(known, outputs) if plan.predicted_kl else None
+    costs = Costs(profile.of(plan.formats), outputs) if plan.predicted_kl else None
     kl = {spec.name: costs.predicted(plan.quantized_sites, spec) for spec in outputs} if costs else {}
     decisions = tuple(map(again, plan.decisions))
     return replace(plan, model_digest=model.digest, decisions=decisions, predicted_kl=kl)
 
 
 def unproven_reason(
-    plans: Sequence[PrecisionPlan], model: ModelArtifact, profile: Profile, protect: Collection[Protection]
+    plan: PrecisionPlan, model: ModelArtifact, profile: Profile, protect: Collection[Protection]
 ) -> str:
-    """Reason why plans in FP16 do not hold for the new weights; empty if they do.
+    """Reason why a plan in FP16 does not hold for the new weights; empty if it does.
 
     FP16 is used where the magnitudes of a model were shown to fit (`planning.fp16`): those of the retrained
     model must fit in the same places.
     """
-    for plan in plans:
-        if plan.base is not Precision.FP16:
-            continue
-        wide = {item.node for item in plan.wide}
-        wide |= {d.site for d in plan.decisions if d.precision is Precision.FP32}
-        graph = GraphModel.load(model.path)
-        bases = Bases(graph, profile.tensors, protect, {}, plan.quantized_sites)
-        new = {node: why for node, why in bases.fixed(Precision.FP16).wide.items() if node not in wide}
-        for node, why in new.items():
+    if plan.base is not Precision.FP16:
+        return ""
+    wide = {item.node for item in plan.wide}
+    wide |= {d.site for d in plan.decisions if d.precision is Precision.FP32}
+    graph = GraphModel.load(model.path)
+    bases = Bases(graph, profile.tensors, protect, {}, plan.quantized_sites)
+    for node, why in bases.fixed(Precision.FP16).wide.items():
+        if node not in wide:
             return f"plan '{plan.id}' runs '{node}' in fp16, which is not shown to fit any more: {why}"
-        for decision in plan.decisions:
-            if decision.recipe is None:
-                continue
-            site = model.site(decision.site)
-            for scale in with_scales(decision, site, decision.recipe, graph, profile).scales:
-                if not scale_fits(scale):
-                    return (
-                        f"plan '{plan.id}' needs a scale of {scale:.4g} at site '{decision.site}' now, which "
-                        "fp16 does not hold"
-                    )
+    for decision in plan.decisions:
+        if decision.recipe is None:
+            continue
+        site = model.site(decision.site)
+        for scale in with_scales(decision, site, decision.recipe, graph, profile).scales:
+            if not scale_fits(scale):
+                return (
+                    f"plan '{plan.id}' needs a scale of {scale:.4g} at site '{decision.site}' now, which "
+                    "fp16 does not hold"
+                )
     return ""
 
 

@@ -26,6 +26,7 @@ from loka_onnx.transforms.precision.correct import Typing, correct
 from loka_onnx.transforms.precision.explicit_casts import cast_to_base, fp32_nodes
 from loka_onnx.transforms.precision.insert_qdq import insert_qdq
 from loka_onnx.transforms.precision.place_qdq import place_qdq
+from loka_onnx.transforms.requests.share_users import SHARE_USERS, share_users
 
 
 @dataclass(frozen=True)
@@ -46,11 +47,13 @@ class PlanForm:
         base: Precision of everything but FP8 sites.
         fusions: Kernels of the backend that Q/DQ must not split.
         corrections: Fitted constants to add; None for none.
+        shared: Inputs that are equal within a request, for the request form; empty for plain rows.
     """
 
     base: Precision
     fusions: Fusions = field(default_factory=Fusions)
     corrections: Corrections | None = None
+    shared: tuple[str, ...] = ()
 
 
 def apply_plan(model: ModelArtifact, plan: PrecisionPlan, form: PlanForm, target: Path) -> PlannedModel:
@@ -86,6 +89,15 @@ def apply_plan(model: ModelArtifact, plan: PrecisionPlan, form: PlanForm, target
     if form.base is not Precision.FP32:
         began = time.perf_counter()
         records.append(_timed(cast_to_base(graph, form.base, plan), began))
+    if form.shared:
+        began = time.perf_counter()
+        graph = GraphModel.read_back(graph.export())
+        shared = record(SHARE_USERS, share_users(graph, form.shared))
+        if not shared.applied:
+            raise TransformError(
+                f"E0609 plan '{plan.id}' has no request form", evidence=shared.declined[0].reason
+            )
+        records.append(_timed(shared, began))
     digest = graph.save(target)
     sites = tuple(site for site in model.sites if site.name not in joined.values())
     return PlannedModel(target, digest, RewriteLog(tuple(records)), sites)

@@ -57,6 +57,8 @@ def test_the_manifest_records_the_cut(written):
         (lambda m: m["cut"].update(tensors=[]), r"the cut needs tensors whose names differ"),
         (lambda m: m["cut"]["tensors"].append(m["cut"]["tensors"][0]), r"two cut tensors of the manifest"),
         (lambda m: m["cut"]["tensors"][0].update(name="item"), r"from those of the inputs"),
+        (lambda m: m.update(shared=["nobody"]), r"equal within a request are not among those of the model"),
+        (lambda m: m["engines"][0].update(part="request"), r"equal within a request"),
         (lambda m: m["engines"][0].update(part="half"), r"is not a loka-onnx/bundle-format/1 document"),
     ],
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from small_models import TWO_SITES, W1, artifact_of, data_of
@@ -93,6 +95,11 @@ def test_ranges_from_some_rows_are_those_of_a_draw_over_the_whole_file(rows, tmp
     assert seen[-1] == ("ranges", some.range_rows, some.range_rows)
     whole = float(np.abs(x).max())
     assert 0.7 * whole < found.amax <= whole
+    beside = (data_of(tmp_path / "beside", -3.0 * x[:1000]),)
+    more = Probe(artifact, artifact.sites, data, replace(asked, beside=beside))
+    both = more.ranges(tmp_path)["x"]
+    assert more.range_rows == some.range_rows + 1000 and both.count == more.range_rows * 16
+    assert both.histogram.total > found.histogram.total
     # Errors are not bound to these rows.
     ranges = some.ranges(tmp_path)
     assert some.errors(tmp_path, ranges, scales_of(ranges, (PER_TENSOR,))).rows == ROWS

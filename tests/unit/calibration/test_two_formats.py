@@ -103,7 +103,7 @@ def test_a_reason_says_which_format_has_the_site_and_by_how_much(measure, tmp_pa
     def climbed(*sites: str) -> Climb:
         return Climb(1, sites, 0.95, 0.9, ())
 
-    safe = Climbs({Precision.FP8: climbed("left"), Precision.INT8: climbed("left", "right")})
+    safe = Climbs({"fp8": climbed("left"), "int8": climbed("left", "right")})
     assert serde.loads(Climbs, serde.dumps(safe)) == safe
     asked = PlanOptions(plans=("fp8-safe", "int8-safe"), safe=safe)
     plans = make_plans(artifact, both, (LOGIT,), BOTH, asked)

@@ -17,7 +17,7 @@ def test_an_unknown_key_and_a_top_that_is_no_mapping(run_file):
     assert refusal(run_file, old="certification", new="certfication") == (
         "DIR/ranker-fp8.yaml:10: unknown key 'certfication' in `data`\n"
         "  evidence: the keys here are calibration, selection, certification, path, split, inputs, "
-        "group, null_groups, slices, synthetic\n"
+        "group, request, null_groups, slices, synthetic\n"
         "  remedy: did you mean 'certification'?"
     )
     run_file.write_text("- model\n")

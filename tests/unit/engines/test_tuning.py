@@ -14,6 +14,7 @@ pytest.importorskip("torch", reason="needs torch: kernels are timed with it")
 import torch
 
 from loka_onnx.core.devices import SLICE, device_called
+from loka_onnx.core.formats import Precision
 from loka_onnx.core.timing import QUANTIZE, Shape
 from loka_onnx.engines import tuned_kernels, tuning
 from loka_onnx.engines.tuned_kernels import (
@@ -39,14 +40,16 @@ def timer() -> KernelTimer:
 
 @pytest.fixture(scope="module")
 def tuned(timer: KernelTimer) -> Tuned:
-    return timer.measure(timer.kernels[:-1], Operands.generated(SHAPE, 0))
+    products = [kernel for kernel in timer.kernels if kernel.name != QUANTIZE]
+    return timer.measure(products, Operands.generated(SHAPE, 0))
 
 
-def rounded(values: np.ndarray, axis: int | None) -> np.ndarray:
-    """Values as FP8 and its scale hold them, by ml_dtypes."""
+def rounded(values: np.ndarray, axis: int | None, *, is_integer: bool = False) -> np.ndarray:
+    """Values as FP8 (by ml_dtypes) or INT8 and its scale hold them."""
     amax = np.abs(values).max(axis=axis, keepdims=True)
-    scale = (amax / np.float32(448.0)).astype(np.float32)
-    return (values / scale).astype(ml_dtypes.float8_e4m3fn).astype(np.float64) * scale
+    scale = (amax / np.float32(127.0 if is_integer else 448.0)).astype(np.float32)
+    stored = np.rint(values / scale) if is_integer else (values / scale).astype(ml_dtypes.float8_e4m3fn)
+    return stored.astype(np.float64) * scale
 
 
 def relative_rms(got: np.ndarray, wanted: np.ndarray) -> float:
@@ -55,6 +58,7 @@ def relative_rms(got: np.ndarray, wanted: np.ndarray) -> float:
 
 def test_every_kernel_of_the_cpu_is_timed(timer: KernelTimer, tuned: Tuned) -> None:
     names = ("mm/bf16", "scaled_mm/fp8/per_tensor", "scaled_mm-row_wise/fp8/per_channel")
+    names += ("int_mm/int8/per_channel",)
     assert [str(each.kernel) for each in tuned.measured] == [f"inductor:{name}" for name in names]
     assert tuned.refused == ()
     for each in tuned.measured:
@@ -71,12 +75,14 @@ def test_errors_are_those_of_a_product_in_float64(tuned: Tuned) -> None:
     assert operands.weight is not None
     prepared = PreparedOperands(operands, "cpu")
     for each in tuned.measured:
-        name, axis = each.kernel.name, {"scaled_mm-row_wise": 0}.get(each.kernel.name)
+        name, axis = each.kernel.name, {"scaled_mm-row_wise": 0, "int_mm": 0}.get(each.kernel.name)
+        is_integer = name == "int_mm"
         left, right = operands.activation, operands.weight
         if name == "mm":
             left, right = (v.astype(ml_dtypes.bfloat16).astype(np.float64) for v in (left, right))
         else:
-            left, right = rounded(left, None), rounded(right, axis)
+            left = rounded(left, None, is_integer=is_integer)
+            right = rounded(right, axis, is_integer=is_integer)
         with torch.inference_mode():
             result = prepared.run_of(each.kernel)().to(torch.float64).numpy()
         assert each.error == pytest.approx(relative_rms(result, left @ right), rel=0.02)
@@ -86,15 +92,26 @@ def test_errors_are_those_of_a_product_in_float64(tuned: Tuned) -> None:
 
 def test_the_cast_has_a_time_and_no_error(timer: KernelTimer) -> None:
     operands = Operands.generated(Shape(48, 0, 64), 0)
-    (found,) = timer.measure([timer.kernels[-1]], operands).measured
-    assert (found.kernel.name, found.shape) == (QUANTIZE, Shape(48, 0, 64))
-    assert found.error is None
-    with torch.inference_mode():
-        prepared = PreparedOperands(operands, "cpu")
-        cast = prepared.run_of(timer.kernels[-1])().to(torch.float32).numpy()
-        scale = float(prepared._activation_scale)
-    wide = operands.activation.astype(ml_dtypes.bfloat16).astype(np.float32) / np.float32(scale)
-    assert (cast == np.clip(wide, -448, 448).astype(ml_dtypes.float8_e4m3fn).astype(np.float32)).all()
+    wide = operands.activation.astype(ml_dtypes.bfloat16).astype(np.float32)
+    amax = np.abs(operands.activation).max()
+    for kernel, largest in zip(timer.kernels[-2:], (127, 448), strict=True):
+        (found,) = timer.measure([kernel], operands).measured
+        assert (found.kernel.name, found.shape) == (QUANTIZE, Shape(48, 0, 64))
+        assert found.error is None
+        with torch.inference_mode():
+            cast = PreparedOperands(operands, "cpu").run_of(kernel)().to(torch.float32).numpy()
+        scaled = np.clip(wide * (1 / (amax / np.float32(largest))), -largest, largest)
+        stored = np.rint(scaled) if largest == 127 else scaled.astype(ml_dtypes.float8_e4m3fn)
+        assert (cast == stored.astype(np.float32)).all()
+
+
+@pytest.mark.parametrize("rows", [1, 16, 17, 40])
+def test_integers_sum_exactly_in_any_number_of_rows(rows: int) -> None:
+    """`torch._int_mm` of the CPU; it refuses so few rows on a GPU, for which they are padded."""
+    random = np.random.default_rng(rows)
+    a, b = (random.integers(-128, 128, shape, dtype=np.int8) for shape in ((rows, 64), (64, 24)))
+    sums = tuned_kernels.integer_sums(torch.from_numpy(a), torch.from_numpy(b)).numpy()
+    assert sums.dtype == np.int32 and (sums == a.astype(np.int64) @ b.astype(np.int64)).all()
 
 
 def test_kernels_that_fail_are_told_and_casts_named_once(timer: KernelTimer) -> None:
@@ -105,8 +122,8 @@ def test_kernels_that_fail_are_told_and_casts_named_once(timer: KernelTimer) -> 
     assert refused.reason == "ValueError: there is no weight to multiply by"
     wanted = timer.wanted([Shape(8, 16, 32), Shape(8, 64, 32), Shape(8, 16, 32)])
     products = [pair for pair in wanted if pair[0].name != QUANTIZE]
-    assert len(products) == 2 * (len(timer.kernels) - 1)
-    assert [pair[1] for pair in wanted if pair[0].name == QUANTIZE] == [Shape(8, 0, 32)]
+    assert len(products) == 2 * (len(timer.kernels) - 2)
+    assert [pair[1] for pair in wanted if pair[0].name == QUANTIZE] == [Shape(8, 0, 32)] * 2
 
 
 def test_a_device_that_died_ends_the_work(timer: KernelTimer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,7 +248,7 @@ def test_the_cast_is_compiled_for_each_length_of_rows(monkeypatch: pytest.Monkey
         for rows in (8, 24):
             values = torch.randn(rows, length)
             torch._dynamo.maybe_mark_dynamic(values, 0)
-            found = tuned_kernels._cast("cuda", length)(values, torch.tensor(2.0))
+            found = tuned_kernels._cast("cuda", length, Precision.FP8)(values, torch.tensor(2.0))
             assert torch.equal(found.float(), (values * 2).to(torch.float8_e4m3fn).float())
     assert compiled == [1] * 4
     tuned_kernels._cast.cache_clear()

@@ -14,7 +14,7 @@ from loka_onnx.core.artifact import OutputKind, OutputSpec
 from loka_onnx.core.evaluation import BudgetStatus
 from loka_onnx.core.intervals import Interval
 from loka_onnx.errors import ConfigError, DataError, EvaluationError, InternalError
-from loka_onnx.evaluation.accuracy import evaluate_outputs, evaluate_reference
+from loka_onnx.evaluation.accuracy import Units, evaluate_outputs, evaluate_reference
 from loka_onnx.evaluation.budget import budget_status, rows_to_decide
 
 
@@ -55,6 +55,37 @@ def test_reference_has_no_difference_and_is_within():
     same = one(z, z.copy(), {"clicked": y}, replace(LOGIT, budget=0.0))
     assert (result.metrics, same.budget_status) == (same.metrics, BudgetStatus.WITHIN)
     assert same.difference.delta_ne == Interval(0.0, 0.0, 0.0, 0.95, 200)
+
+
+def test_curves_are_means_of_equally_many_counted_rows_and_quantiles_of_the_change():
+    z, z_prime, y = sample(1003)
+    weights = np.where(np.arange(1003) < 3, 0.0, 1.0 + np.arange(1003) % 3)
+    spec = replace(LOGIT, weight="w")
+    given = ({"ctr": z_prime}, {"clicked": y, "w": weights}, (spec,), Units(curves=True))
+    (result,) = evaluate_outputs({"ctr": z}, *given)
+    order = 3 + np.argsort(z_prime[3:])
+    for place, found in enumerate(result.calibration):
+        rows = order[100 * place : 100 * (place + 1)]
+        share = weights[rows] / weights[rows].sum()
+        assert found.rows == 100
+        assert found.predicted == pytest.approx(share @ sigmoid(z_prime[rows]))
+        assert found.observed == pytest.approx(share @ y[rows])
+    assert len(result.calibration) == 10
+    change = np.sort(z_prime - z)
+    assert result.drift["50 %"] == pytest.approx(change[501])
+    assert result.drift["0.1 %"] == pytest.approx(np.interp(0.001 * 1002, range(1003), change))
+    (reference,) = evaluate_reference({"ctr": z}, given[1], (spec,), curves=True)
+    assert reference.calibration[0].predicted == pytest.approx(
+        np.average(sigmoid(np.sort(z[3:])[:100]), weights=weights[3 + np.argsort(z[3:])[:100]])
+    )
+
+
+def test_there_is_no_curve_without_labels_and_none_where_nobody_asks():
+    z, z_prime, y = sample(200)
+    (unlabelled,) = evaluate_outputs({"ctr": z}, {"ctr": z_prime}, {}, (UNLABELLED,), Units(curves=True))
+    assert unlabelled.calibration == () and len(unlabelled.drift) == 9
+    plain = one(z, z_prime, {"clicked": y})
+    assert (plain.calibration, plain.drift) == ((), {})
 
 
 def test_probability_output_is_judged_as_its_logit_and_clipped():

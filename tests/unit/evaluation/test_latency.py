@@ -158,8 +158,22 @@ def test_loads_are_put_together_by_their_medians_at_the_sizes_that_all_finished(
     known = [next(each for each in load if each.batch == 4) for load in loads]
     assert four.loads_us == tuple(each.p50_us for each in known)
     assert four.p50_us == sorted(four.loads_us)[1]
+    assert four.least_us == tuple(each.least_us[0] for each in known)
+    assert all(least < median for least, median in zip(four.least_us, four.loads_us, strict=True))
     assert four.repeats == sum(each.repeats for each in known)
     assert over_loads([]) == ()
+
+
+def test_the_load_of_the_host_is_recorded_and_the_largest_is_kept(monkeypatch):
+    monkeypatch.setattr("psutil.getloadavg", lambda: (6.0, 1.0, 1.0))
+    monkeypatch.setattr("psutil.cpu_count", lambda: 4)
+    machine = Machine()
+    options = LatencyOptions(min_repeats=2, max_repeats=2, clock_ns=machine.clock)
+    (busy,) = measure_latency(from_host(lambda _: {}), lambda _: {}, (4,), options, "cpu", True)
+    assert busy.host_load == 1.5
+    others = (replace(busy, host_load=0.5), replace(busy, host_load=None))
+    assert over_loads([(others[0],), (busy,), (others[1],)])[0].host_load == 1.5
+    assert over_loads([(others[1],)])[0].host_load is None
 
 
 class Copying(Runner):

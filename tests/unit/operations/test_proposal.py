@@ -15,7 +15,7 @@ import yaml
 from loka_onnx.cli.main import main
 from loka_onnx.config import build_run_config
 from loka_onnx.errors import ConfigError, DataError
-from loka_onnx.operations.proposal import Proposal, propose
+from loka_onnx.operations.proposal import Proposal, name_of, propose
 
 ROWS = 400
 
@@ -90,6 +90,39 @@ def test_a_matrix_of_ids_takes_the_group_too_and_only_ids_of_its_tables(
         tmp_path / "rows.parquet", shop=draw.permutation(np.arange(ROWS) % 100), price=None, age=None
     )
     assert columns_of(propose(tmp_path / "ranker.onnx", rows, home=tmp_path)) == {"ids": columns}
+
+
+@pytest.mark.parametrize(
+    ("file", "name"),
+    [
+        ("Rank Net.onnx", "rank-net"),
+        ("rechub-deepfm/model.onnx", "rechub-deepfm"),
+        ("Wide/models/final/model.onnx", "wide"),
+    ],
+)
+def test_the_name_is_the_file_s_or_that_of_a_folder_that_says_something(
+    tmp_path: Path, file: str, name: str
+) -> None:
+    assert name_of(tmp_path / file) == name
+    assert name_of(Path("/model.onnx")) == "ranker"
+
+
+@pytest.mark.parametrize(("squeeze", "smallest"), [("Squeeze(y)", 2), ("Squeeze(y, last)", 1)])
+def test_a_model_that_fails_at_one_row_gets_batches_of_two_and_the_reason(
+    tmp_path: Path, squeeze: str, smallest: int
+) -> None:
+    text = f"""
+        <ir_version: 10, opset_import: ["" : 21]>
+        g (float[n, 2] x) => (float[n, 1] score)
+        <float[2, 1] w = {{0.5, -0.25}}, int64[1] last = {{1}}> {{
+            y = MatMul(x, w) s = {squeeze} score = Unsqueeze(s, last)
+        }}
+    """
+    onnx.save(onnx.parser.parse_model(text), tmp_path / "ranker.onnx")
+    proposal = propose(tmp_path / "ranker.onnx", write_rows(tmp_path / "rows.parquet"), home=tmp_path)
+    assert proposal.document["batch"]["min"] == smallest
+    assert ("(Unsqueeze)" in proposal.notes.get("batch", "")) == (smallest == 2)
+    assert yaml.safe_load(proposal.text) == proposal.document
 
 
 def test_an_input_without_a_column_is_listed_with_candidates(tmp_path: Path) -> None:

@@ -104,7 +104,7 @@ def test_a_resumed_run_builds_again_with_another_library(install, tmp_path, monk
     def resume() -> int:
         with RunDirectory.create(tmp_path / "out", {}, {}, force=False, resume=True) as directory:
             context = Context(config, directory, exported=model)
-            judging = SimpleNamespace(context=context, split=None, job_rows=tuple)
+            judging = SimpleNamespace(context=context, split=None, shared=(), job_rows=tuple)
             build_engines(cast(Any, judging), model, PlanSet(()), CorrectionSet())
         return len(builds)
 

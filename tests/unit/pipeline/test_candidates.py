@@ -43,6 +43,22 @@ def test_options_reach_the_candidates_of_their_backend_and_device(tmp_path):
     }
 
 
+@pytest.mark.parametrize("asked_for", [False, True])
+def test_the_untouched_model_is_built_by_those_that_can(asked_for, tmp_path):
+    options = {"inductor": {"static": 0, "fuse": 1}}
+    gpu = {"device": "nvidia-h100", "backends": ["inductor", "tensorrt"], "options": options}
+    targets = [gpu, {"device": "cpu", "backends": ["inductor", "onnxruntime"]}]
+    listed = {"plan": {"plans": ["fp32", "untouched"]}} if asked_for else {}
+    config = config_of(tmp_path, targets=targets, **listed)
+    judging = SimpleNamespace(context=SimpleNamespace(config=config))
+    builder = EngineBuilder(cast(Any, judging), CorrectionSet())
+    plans = PlanSet((plan_of("untouched", untouched=True),))
+    found = {(c.target, c.backend.name): c.options for c in builder._candidates(plans)}
+    own = {"fuse": 0, "max_autotune": 1}
+    on_cpu = {("cpu", "inductor"): own} if asked_for else {}
+    assert found == {("nvidia-h100", "inductor"): {"static": 0, **own}} | on_cpu
+
+
 @pytest.mark.parametrize("options", [{"statik": 1}, {"zzz": 1}, {"static": 2}])
 def test_a_setting_that_a_backend_lacks_is_refused_at_once(options, tmp_path):
     targets = [

@@ -10,6 +10,7 @@ from small_configs import config_of
 
 from loka_onnx.config import PlanId, RunConfig
 from loka_onnx.core.formats import E4M3FN, E5M2, INT8, UINT8, Precision
+from loka_onnx.core.timing import Kernel, KernelTiming, Provenance, Shape
 from loka_onnx.errors import ConfigError
 from loka_onnx.pipeline.plans import (
     check_targets,
@@ -18,6 +19,7 @@ from loka_onnx.pipeline.plans import (
     planned_formats,
     planned_recipes,
 )
+from loka_onnx.planning.site_speed import DeviceTimings
 
 LISTED = (PlanId.FP32, PlanId.BF16, PlanId.FP8_ALL, PlanId.FP8_SAFE)
 WITH_FP16 = (PlanId.FP32, PlanId.BF16, PlanId.FP16, PlanId.FP8_ALL, PlanId.FP8_SAFE)
@@ -52,12 +54,21 @@ INDUCTOR = {"device": "cpu", "backends": ["inductor"]}
         ((CPU,), (), LISTED),
         ((RTX,), (), WITH_FP16),
         ((CPU, RTX), (), WITH_FP16),
-        ((CPU, RTX), ("nvidia-rtx-ada",), (*WITH_FP16, PlanId.FP8_FAST)),
-        ((CPU,), ("nvidia-rtx-ada",), LISTED),
+        ((CPU, RTX), (Precision.FP8,), (*WITH_FP16, PlanId.FP8_FAST)),
+        # No INT8 is planned.
+        ((CPU, RTX), (Precision.INT8,), WITH_FP16),
+        ((CPU,), (Precision.FP8,), LISTED),
     ],
 )
 def test_high_precision_competes_where_it_runs(config, targets, timed, plans):
-    assert competing_plans(config(*targets), timed) == plans
+    kernels = (Kernel("nvidia-rtx-ada", "inductor", "mm", precision) for precision in timed)
+    source = Provenance("a device", {}, "", "2026-11-27")
+    times = tuple(KernelTiming(kernel, Shape(8, 16, 16), 1.0, None, source) for kernel in kernels)
+    known = [DeviceTimings("nvidia-rtx-ada", "inductor", times, (8,))]
+    assert competing_plans(config(*targets), known) == plans
+    if timed:
+        integers = competing_plans(config(*targets, formats=["int8"]), known)
+        assert (PlanId.INT8_FAST in integers) is (RTX in targets and Precision.INT8 in timed)
 
 
 @pytest.mark.parametrize(
@@ -82,6 +93,16 @@ def test_formats_are_what_the_targets_multiply(config, instructions, targets, in
     assert [format.id for format in planned_formats(config(*targets))] == formats
 
 
+def test_the_untouched_model_competes_on_gpus_of_inductor(config, tmp_path):
+    for targets in ((H100,), (CPU, A100)):
+        assert PlanId.UNTOUCHED in competing_plans(config(*targets))
+    for targets in ((CPU,), (INDUCTOR,), (RTX,)):
+        assert PlanId.UNTOUCHED not in competing_plans(config(*targets))
+    # The exported model has no part of its own for the lookups.
+    cut = config_of(tmp_path, model={"onnx": "ranker.onnx", "split_sparse": True}, targets=[H100])
+    assert PlanId.UNTOUCHED not in competing_plans(cut)
+
+
 def test_formats_follow_what_is_asked_for(config, instructions):
     instructions("avx512_vnni")
     plans = ["fp32", "fp8-all", "int8-safe"]
@@ -93,8 +114,13 @@ def test_formats_follow_what_is_asked_for(config, instructions):
     # Inductor simulates it on the CPU.
     for target in (H100, INDUCTOR):
         assert planned_formats(config(target, formats=["int8", "fp8"])) == (E4M3FN, INT8)
+    # Mixed plans of the GPU need what it multiplies; its other plans do not run there.
+    for changes in ({"formats": ["int8", "fp8"]}, {"plans": ["fp32", "mixed"]}):
+        assert planned_formats(config(H100, CPU, **changes)) == (E4M3FN, INT8)
     quantized = (PlanId.FP8_ALL, PlanId.FP8_SAFE, PlanId.INT8_ALL, PlanId.INT8_SAFE)
     assert competing_plans(both) == (PlanId.FP32, PlanId.BF16, *quantized)
+    mixing = competing_plans(config(H100, formats=["int8", "fp8"]))
+    assert mixing[-5:] == (*quantized, PlanId.MIXED)
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
-from planned_models import CTR, FLOPS, kl_of, profile_of
+from planned_models import CTR, FLOPS, artifact_of, kl_of, magnitudes_of, profile_of
 
 from loka_onnx.core import serde
 from loka_onnx.core.artifact import ModelArtifact
@@ -13,6 +14,7 @@ from loka_onnx.core.formats import Precision
 from loka_onnx.core.plan import PlanSet, Verdict
 from loka_onnx.core.profile import Sampling
 from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT
+from loka_onnx.core.statistics import TensorRange
 from loka_onnx.errors import ConfigError
 from loka_onnx.graph.model import GraphModel, values_of
 from loka_onnx.planning.costs import LABELLED_ALLOWANCE
@@ -142,6 +144,41 @@ def test_a_forced_site_runs_in_fp8_whatever_its_verdict(model: ModelArtifact) ->
     assert plan.decision("fc1").reason.startswith("forced by 'fc1'; KL 100 %")
     assert plan.decision("dot").weight_scale == (SCALE,)
     assert plan.predicted_kl["ctr"] == pytest.approx(1.0)
+
+
+def test_the_untouched_plan_is_for_the_exported_model_in_fp16_where_it_fits(model, tmp_path):
+    wide = artifact_of(
+        tmp_path / "exported.onnx",
+        """(float[batch,32] x) => (float[batch,1] ctr) {
+            [first] h = MatMul(x, w0)
+            [ln] n = LayerNormalization(h, g)
+            [twice] m = Add(n, n)
+            [thin] ctr = MatMul(m, w1)
+        }""",
+        {"w0": np.ones((32, 64)), "w1": np.ones((64, 1)), "g": np.ones(64)},
+    )
+    known = replace(profile_of(model, {}), tensors=magnitudes_of(wide))
+
+    def untouched(profile=known, **changes):
+        options = PlanOptions(plans=("fp32", "untouched"), exported=wide, **changes)
+        return make_plans(model, profile, (CTR,), [PER_CHANNEL_WEIGHT], options).plan("untouched")
+
+    plan = untouched()
+    assert (plan.untouched, plan.model_digest, plan.base) == (True, wide.digest, Precision.FP16)
+    assert [(d.site, d.precision) for d in plan.decisions] == [
+        (site, Precision.FP16) for site in ("first", "ln", "thin")
+    ]
+    assert (plan.quantized_sites, plan.wide, plan.predicted_us) == ((), (), {})
+    # Named in the exported model: a norm and a node, in FP32; a product stays in the base precision.
+    kept = untouched(keep=("ln", "twice", "first"))
+    assert {d.site for d in kept.decisions if d.precision is Precision.FP32} == {"ln"}
+    assert [item.node for item in kept.wide] == ["twice"]
+    # What does not fit stays in FP32.
+    huge = known.tensors | {"m": TensorRange(1e6, 0.5)}
+    assert {item.node for item in untouched(replace(known, tensors=huge)).wide} == {"twice"}
+    # No magnitudes are known: BF16.
+    assert untouched(replace(known, tensors={})).base is Precision.BF16
+    assert serde.loads(PlanSet, serde.dumps(PlanSet((plan,)))).plans == (plan,)
 
 
 @pytest.mark.parametrize(

@@ -156,6 +156,38 @@ def test_the_most_loads_are_for_those_that_look_apart_and_are_not_told_apart() -
     assert speeds["a"].is_slower(speeds["b"], 0.01)
 
 
+BUSY = [1.0, 3.4, 4.2, 1.0, 1.1, 1.0, 3.9, 1.0, 1.1, 1.0, 1.0, 1.0]
+"""Loads of which some met other work on the device."""
+
+
+def test_where_the_most_loads_leave_a_large_difference_open_the_medians_decide() -> None:
+    slow, fast = speed(b8=[100.0 * d for d in BUSY]), speed(b8=[70.0 * d for d in reversed(BUSY)])
+    times = slow.over(fast)
+    assert times.lower < 0.8 and times.upper > 2.0
+    assert slow.is_slower(fast, 0.01) and not fast.is_slower(slow, 0.01)
+    assert not_slower({"slow": slow, "fast": fast}, 0.01) == ["fast"]
+    # Less than what looks apart is a tie still, and so is anything before the last loads.
+    near = speed(b8=[73.0 * d for d in BUSY])
+    assert not near.is_slower(fast, 0.01)
+    first = [speed(b8=list(each.latencies[8].loads_us[:LOADS])) for each in (slow, fast)]
+    assert first[0].ratio(first[1]) > 1.05 and not first[0].is_slower(first[1], 0.01)
+
+
+def test_engines_are_compared_by_the_least_time_of_each_load() -> None:
+    rng = np.random.default_rng(3)
+
+    def busy(us: float) -> Speed:
+        medians = us * np.exp(rng.exponential(0.5, LOADS))
+        least = us * np.exp(rng.normal(0.0, 0.002, LOADS))
+        known = latency(8, medians.tolist())
+        return Speed({8: replace(known, p50_us=us, least_us=tuple(least))})
+
+    slow, fast = busy(103.0), busy(100.0)
+    assert slow.is_slower(fast, 0.01)
+    without = [Speed({8: replace(each.latencies[8], least_us=())}) for each in (slow, fast)]
+    assert not without[0].is_slower(without[1], 0.01)
+
+
 def test_engines_that_were_timed_apart_have_a_ratio_and_no_interval() -> None:
     """As many parts in another job are no pairs."""
     ours, theirs = speed(b1=[100.0] * 10), speed(b1=[80.0] * 10)

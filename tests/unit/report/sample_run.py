@@ -387,7 +387,7 @@ def make_choice(engines: tuple[EngineArtifact, ...]) -> Choice:
 def make_data() -> DataDescription:
     rules = {"calibration": "all rows", "selection": "rows 0 to 2400", "certification": "rows 2400 to 4000"}
     splits = tuple(
-        SplitDescription(name, "generated", rows, "d" * 64, rules[name])
+        SplitDescription(name, "generated", rows, "d" * 64, rules[name], "day-07.parquet")
         for name, rows in zip(rules, (ROWS, 2400, 1600), strict=True)
     )
     return DataDescription(splits, "a click, drawn from the FP32 model's own probability", True)

@@ -11,15 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 from changed_run import with_differences, with_evaluations, with_ranges
+from decided_run import CURVE, decided
 from sample_run import SampleRun
 
-from loka_onnx.core.evaluation import Evaluation, Latency
+from loka_onnx.core.evaluation import CalibrationBin, Evaluation, EvaluationSet, Latency
 from loka_onnx.core.intervals import Interval
 from loka_onnx.core.plan import PlanSet, SiteSpeed, SpeedVerdict
 from loka_onnx.core.statistics import MagnitudeHistogram
 from loka_onnx.report import ReportData
-from loka_onnx.report.chart import charts
+from loka_onnx.report.chart import calibration_charts, charts
 from loka_onnx.report.histograms import activation_table, histogram_data
+from loka_onnx.report.score_tables import scores_sections
 from loka_onnx.report.site_tables import sites_section, speed_texts
 
 
@@ -53,6 +55,29 @@ def test_each_device_says_the_speed_of_a_site_and_nothing_is_guessed(sample: Sam
     assert one == {first: "fast", second: "not measured"}
     assert two == {first: "gpu: fast; cpu: slow", second: "gpu: not measured; cpu: not measured"}
     assert third not in one
+
+
+def test_calibration_is_drawn_of_what_is_emitted_and_the_reference_beside_it(sample: SampleRun) -> None:
+    data = decided(sample.report)
+    reference = next(e for e in data.evaluations.evaluations if e.engine in data.references)
+    (output,) = reference.outputs
+    certified = dataclasses.replace(
+        reference,
+        split="certification",
+        outputs=(dataclasses.replace(output, calibration=(CalibrationBin(1600, 0.1, 0.2),)),),
+    )
+    evaluations = (*data.evaluations.evaluations, certified)
+    data = dataclasses.replace(data, evaluations=EvaluationSet(evaluations))
+    (chart,) = calibration_charts(data)
+    assert [(t["name"], t["x"], t["y"]) for t in chart.figure["data"]] == [
+        (reference.engine, [0.1], [0.2]),
+        ("gpu-onnxruntime-sm90-fp8-safe", [b.predicted for b in CURVE], [b.observed for b in CURVE]),
+    ]
+    (section,) = scores_sections(data)
+    drift, bins = section.tables
+    assert [cell.text for cell in drift.rows[0][2:]] == ["-0.021", "+0.00031", "+0.019"]
+    assert [cell.text for cell in bins.rows[-1][2:]] == ["800", "0.24000", "0.25000"]
+    assert calibration_charts(sample.report) == () == scores_sections(sample.report)
 
 
 @pytest.fixture

@@ -106,6 +106,13 @@ def timed(data: ReportData, *latencies: Latency) -> list[list[list[str]]]:
     return [[[cell.text for cell in row] for row in table.rows] for table in tables]
 
 
+def test_the_load_stands_beside_latencies_of_a_busy_host(data: ReportData) -> None:
+    quiet, busy = replace(FIRST, host_load=1.0), replace(FIRST, batch=64, host_load=3.21)
+    ((plain,),) = timed(data, quiet)
+    ((first, second),) = timed(data, quiet, busy)
+    assert (len(first), first[-2], second[-2]) == (len(plain) + 1, "1.0", "3.2")
+
+
 def test_each_place_of_inputs_has_a_table_in_which_a_measurement_stands_once(data: ReportData) -> None:
     there = replace(FIRST, inputs=InputPlace.DEVICE, p50_us=0.5)
     elsewhere = replace(FIRST, batch=64, device="NVIDIA H100 PCIe", counts_for_choice=False)

@@ -13,6 +13,7 @@ from loka_onnx.engines.inductor.fusions.attention import exact_attention
 from loka_onnx.engines.inductor.fusions.base import DOMAIN, DeclinedFusion, Fused
 from loka_onnx.engines.inductor.fusions.planned import Node, PlannedGraph
 from loka_onnx.engines.inductor.fusions.products import (
+    grouped_concat,
     half_product,
     merged_bias,
     quantized_concat,
@@ -28,6 +29,7 @@ FUSIONS: Mapping[str, Callable[[PlannedGraph, Node], Fused | None]] = {
     "attention": exact_attention,
     "token-concat": token_concat,
     "concat-quantize": quantized_concat,
+    "grouped-concat": grouped_concat,
     "merged-bias": merged_bias,
     "quantized-product": quantized_product,
     "half-product": half_product,

@@ -22,8 +22,16 @@ A concatenation of two matrices with the Q behind it, rounded to the type of X o
 
     X  =  concat(A, B),    X, Q(X)
 
-Inductor fuses this too, but its kernel took 35 µs, and 15 without the Q, for an unknown reason (DLRM-DCNv2 at
-2048 on an H100, where X is x0 of every cross layer). Our kernel is not timed on a GPU yet.
+Concatenations of more than 8 tensors, as of a ranker's features, are taken apart::
+
+    concat(A₁, …, Aₙ)  =  concat(concat(A₁, …, A₈), concat(A₉, …), …)
+
+because Inductor computes up to 8 gathers and elementwise results in one kernel, and launches one for each of
+more: 9 of 46 launches of fuxictr-finalmlp (sm90). Results of products are not grouped: they would be copied.
+The gain is not timed on a GPU yet.
+
+Of the concatenation with a Q, Inductor's own kernel took 35 µs, and 15 without the Q, for an unknown reason
+(DLRM-DCNv2 at 2048 on an H100, where X is x0 of every cross layer). Our kernel is not timed on a GPU yet.
 """
 
 from __future__ import annotations
@@ -49,6 +57,10 @@ from loka_onnx.engines.inductor.fusions.planned import Node, PlannedGraph, Tenso
 
 MULTIPLE = 16
 """Required divisor of K and N of our kernel (`kernels.triton_product`) and of cuBLASLt's FP8 products."""
+MOST_JOINED = 8
+"""Most tensors that Inductor computes in the kernel of their concatenation (`max_pointwise_cat_inputs`)."""
+_LAYOUT = frozenset({"Reshape", "Unsqueeze", "Squeeze", "Flatten", "Identity"})
+_LIGHT = frozenset({"Add", "Cast", "Div", "Gather", "Mul", "Relu", "Sigmoid", "Slice", "Sub", "Where"})
 
 
 def _is_plain(node: Node) -> bool:
@@ -232,6 +244,44 @@ def merged_bias(graph: PlannedGraph, split: Node) -> Fused | None:
     outputs = [add.outputs[0] for add, _ in adds]
     graph.replace("Split", name, [biased, *split.inputs[1:]], outputs, split.attrs)
     return Fused(name)
+
+
+def grouped_concat(graph: PlannedGraph, node: Node) -> Fused | None:
+    """Concatenate neighbours that the compiler computes itself before the rest; declines none."""
+    if node.op != "Concat" or len(node.inputs) <= MOST_JOINED:
+        return None
+    groups: list[list[Tensor]] = []
+    for part in (node.reads(position) for position in range(len(node.inputs))):
+        if groups and len(groups[-1]) < MOST_JOINED and _is_light(groups[-1][-1]) and _is_light(part):
+            groups[-1].append(part)
+        else:
+            groups.append([part])
+    if len(groups) == len(node.inputs):
+        return None
+    inputs = [group[0] if len(group) == 1 else _joined(graph, node, group) for group in groups]
+    name = graph.fresh_name(f"{node.name}/groups")
+    graph.replace("Concat", name, inputs, [node.outputs[0]], node.attrs)
+    return Fused(name)
+
+
+def _is_light(tensor: Tensor) -> bool:
+    """True for an input, a gather or an elementwise result, reshaped or not."""
+    maker = tensor.producer
+    while maker is not None and maker.op in _LAYOUT:
+        maker = maker.reads(0).producer
+    return not tensor.is_constant and (maker is None or maker.op in _LIGHT)
+
+
+def _joined(graph: PlannedGraph, node: Node, parts: list[Tensor]) -> Tensor:
+    shapes, axis = [part.shape for part in parts], node.attrs["axis"]
+    known = [list(shape) for shape in shapes if shape is not None]
+    shape: tuple[int | None, ...] | None = None
+    if len(known) == len(shapes) and None not in (lengths := [each[axis] for each in known]):
+        known[0][axis] = sum(length or 0 for length in lengths)
+        shape = tuple(known[0])
+    joined = Tensor(graph.fresh_name(f"{node.name}.group"), parts[0].kind, shape)
+    graph.replace("Concat", graph.fresh_name(f"{node.name}/group"), parts, [joined], node.attrs)
+    return joined
 
 
 def quantized_concat(graph: PlannedGraph, node: Node) -> Fused | None:

@@ -9,7 +9,10 @@ FP8 saturates infinities too, keeps NaN, and has z = 0. The quotient is computed
 graph too, the ``precision`` with which quantized plans are measured.
 
 The module's strategy (`strategies`) multiplies two FP8 factors, or INT8 ones with z = 0, of a MatMul or Gemm
-and is recorded in `Scope.sites`; all other products are torch's, in the type of their factors.
+and is recorded in `Scope.sites`; all other products are torch's, in the type of their factors. One with a
+vector (`_is_of_vector`) is a sum that the compiler fuses with its neighbours: for the bilinear heads of
+fuxictr-finalmlp, (batch, 4, 1, 16) by (4, 16, 16) and that by (batch, 4, 16, 1), libraries took 37 of 134 µs
+at 2048 (sm90).
 """
 
 from __future__ import annotations
@@ -33,6 +36,8 @@ from loka_onnx.engines.inductor.lowering.values import (
 
 Tensor = torch.Tensor
 _INTEGERS = {torch.int8, torch.uint8, torch.int16, torch.uint16}
+MOST_SHARED = 4096
+"""Most elements of a matrix that all rows of a batch share, for a product with a vector that is a sum."""
 
 
 @operator("QuantizeLinear", raw=True, wide=(1,))
@@ -127,7 +132,7 @@ def matmul(node: Node, a: Value, b: Value) -> Tensor:
         return _multiply_quantized(node, a, b, None)
     left, right = node.tensor(a), node.tensor(b)
     _record_dense(node, (a, b), (left, right))
-    return torch.matmul(left, right)
+    return _sum_of_products(left, right) if _is_of_vector(left, right) else torch.matmul(left, right)
 
 
 @operator("Gemm", raw=True)
@@ -146,13 +151,41 @@ def gemm(node: Node, a: Value, b: Value, c: Value = None) -> Tensor:
         x = x.t() if node.get("transA", 0) else x
         weight = weight if node.get("transB", 0) else weight.t()
         bias = _bias(addend, weight.shape[0]) if alpha == beta == 1 else None
-        product = functional.linear(x, weight, bias)
+        if _is_of_vector(x, weight.t()):
+            bias, product = None, _sum_of_products(x, weight.t())
+        else:
+            product = functional.linear(x, weight, bias)
     if bias is not None:
         return product
     product = product if alpha == 1 else product * alpha
     if addend is None:
         return product
     return product + (addend if beta == 1 else addend * beta)
+
+
+def _is_of_vector(a: Tensor, b: Tensor) -> bool:
+    """True for a row by matrices or matrices by a column, unless all rows of a batch read one large matrix.
+
+    The batch is no row, even if it is 1.
+    """
+    if min(a.dim(), b.dim()) < 2 or not a.is_floating_point():
+        return False
+    is_row = a.dim() > 2 and _is_one(a.shape[-2])
+    vector, matrix = (a, b) if is_row else (b, a)
+    if not is_row and not _is_one(b.shape[-1]):
+        return False
+    return matrix.dim() >= vector.dim() or matrix.shape[-1] * matrix.shape[-2] <= MOST_SHARED
+
+
+def _is_one(length: int | torch.SymInt) -> bool:
+    """True for a length that is 1 in every request; comparing a dynamic one would fix it."""
+    return isinstance(length, int) and length == 1
+
+
+def _sum_of_products(a: Tensor, b: Tensor) -> Tensor:
+    """A·B elementwise, summed in FP32 or a wider type of the factors."""
+    wide = torch.promote_types(a.dtype, torch.float32)
+    return (a.to(wide).unsqueeze(-1) * b.to(wide).unsqueeze(-3)).sum(-2).to(a.dtype)
 
 
 def _bias(addend: Tensor | None, columns: int) -> Tensor | None:

@@ -21,13 +21,11 @@ from torch import Tensor
 from loka_onnx.engines.inductor.fusions.products import MULTIPLE
 from loka_onnx.engines.inductor.lowering.values import along_axis, saturated, short_name
 from loka_onnx.engines.inductor.package import CompiledSite
-from loka_onnx.engines.tuned_kernels import simulated_mm
+from loka_onnx.engines.tuned_kernels import integer_sums, simulated_mm
 
 _OUTPUTS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-LEAST_ROWS = 16
-"""`torch._int_mm` takes more rows than this."""
 LONGEST_K = 1 << 17
 """K from which a sum of products of INT8 may exceed INT32: 2³¹ / (128 · 128)."""
 
@@ -213,7 +211,7 @@ class ScaledMatMul(ProductStrategy):
         """Product of (M, K) and (K, N) with scales and bias, (M, N)."""
         bias, dtype = product.bias, product.dtype
         if product.is_integer and product.a.is_cuda:
-            values = _integer_sums(product.a, product.b).to(torch.float32) * product.column_scale()
+            values = integer_sums(product.a, product.b).to(torch.float32) * product.column_scale()
             return (values if bias is None else values + bias).to(dtype)
         if product.scale_b.dim() == 0:
             # cuBLASLt adds a bias of the result's type, unless that is FP32.
@@ -238,14 +236,6 @@ class ScaledMatMul(ProductStrategy):
             return simulated_mm(*operands, bias, dtype)
         fast = self.fast_accumulation
         return torch._scaled_mm(*operands, bias=bias, out_dtype=dtype, use_fast_accum=fast)
-
-
-def _integer_sums(a: Tensor, b: Tensor) -> Tensor:
-    """INT32 product of INT8 matrices; too few rows for `torch._int_mm`, or unknown ones, are padded."""
-    rows = a.shape[0]
-    is_enough = isinstance(rows, int) and rows > LEAST_ROWS
-    padded = a if is_enough else torch.nn.functional.pad(a, (0, 0, 0, LEAST_ROWS))
-    return torch._int_mm(padded, b)[:rows]
 
 
 def _multiply_dequantized(product: Factors, reason: str) -> tuple[Tensor, CompiledSite]:

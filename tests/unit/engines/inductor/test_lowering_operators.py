@@ -97,6 +97,10 @@ PRODUCTS = [
     Case("MatMul", [f(2, 3, 4), Fixed(f(4, 5))]),
     Case("MatMul", [Fixed(f(3, 4)), f(2, 4, 5)]),
     Case("MatMul", [f(2, 1, 3, 4), f(6, 4, 5)]),
+    Case("MatMul", [f(2, 4, 1, 16), Fixed(f(4, 16, 16))]),
+    Case("MatMul", [f(2, 4, 1, 16), f(2, 4, 16, 1)]),
+    Case("MatMul", [f(2, 3, 4), Fixed(f(4, 1))]),
+    Case("MatMul", [Fixed(f(3, 4)), f(2, 4, 1)]),
     Case("MatMul", [f(4), f(4, 5)]),
     Case("MatMul", [f(3, 4), f(4)]),
     Case("Gemm", [f(3, 4), f(4, 5)]),
@@ -106,6 +110,8 @@ PRODUCTS = [
     Case("Gemm", [f(3, 4), f(4, 5), s(2.0, np.float32)], {"alpha": 2.0}),
     Case("Gemm", [f(3, 4), f(4, 5), f(3, 5)], {"beta": 0.0}),
     Case("Gemm", [f(1, 4), f(4, 1), f(1, 1)]),
+    Case("Gemm", [f(3, 4), Fixed(f(1, 4)), Fixed(f(1))], {"transB": 1}),
+    Case("Gemm", [f(3, 4), Fixed(f(4, 1)), Fixed(f(1))], {"alpha": 0.5}),
     Case("Einsum", [f(2, 3, 4), f(2, 5, 4)], {"equation": "bnd,bmd->bnm"}),
     Case("Einsum", [f(2, 3, 4), f(4, 5)], {"equation": "...d, de -> ...e"}),
     Case("Einsum", [f(3, 3)], {"equation": "ii->i"}),
@@ -233,6 +239,42 @@ def test_an_operator_agrees_with_the_reference(case: Case, tmp_path: Path) -> No
     for one, other in zip(found, expected, strict=True):
         # Both sum in FP32, in another order: about fifty roundings of the largest value.
         assert_same(one, other, 1e-6 if "Linear" in case.op else 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "is_sum"),
+    [
+        ("float[batch,4,1,16]", (4, 16, 16), True),
+        ("float[batch,8,64]", (64, 1), True),
+        ("float[batch,64]", (64, 1), True),
+        # Each row would read the whole of a large matrix.
+        ("float[batch,1,96]", (96, 96), False),
+        # One row of a request is no row of every request.
+        ("float[batch,16]", (16, 16), False),
+    ],
+)
+@pytest.mark.parametrize("rows", [1, 5])
+def test_products_with_vectors_are_sums_that_fuse(left, right, is_sum, rows, tmp_path):
+    weight = RANDOM.normal(size=right).astype("bfloat16")
+    proto = parsed(
+        "b = Cast<to=16>(x) p = MatMul(b, w) y = Cast<to=1>(p)",
+        {"w": weight},
+        inputs=f"{left} x",
+        outputs="float y",
+    )
+    shape = (rows, *(int(length) for length in left[:-1].split(",")[1:]))
+    x = RANDOM.normal(size=shape).astype(np.float32)
+    model = lowered(proto, tmp_path)
+    batch = torch.export.Dim("batch", min=1, max=64)
+    program = torch.export.export(
+        model, (torch.from_numpy(np.resize(x, (5, *shape[1:]))),), dynamic_shapes=model.dynamic_shapes(batch)
+    )
+    called = {str(node.target) for node in program.graph.nodes}
+    assert any("matmul" in name or "mm" in name for name in called) is not is_sum
+    found = program.module()(torch.from_numpy(x))[0].numpy()
+    exact = np.matmul(x.astype("bfloat16").astype(np.float64), weight.astype(np.float64))
+    # Summed in FP32 and rounded to BF16 once.
+    np.testing.assert_allclose(found, exact, rtol=2**-8, atol=1e-4)
 
 
 def test_every_registered_operator_is_in_the_table() -> None:

@@ -16,6 +16,7 @@ from fusion_models import (
     BF16,
     FP8,
     RANDOM,
+    K,
     Model,
     bf16,
     close,
@@ -314,3 +315,29 @@ def test_a_split_that_leaves_an_output_out_keeps_its_biases(tmp_path):
     next(node for node in proto.graph.node if node.op_type == "Split").output[0] = ""
     onnx.save(proto, path)
     assert "merged-bias" not in fuse(PlannedGraph.load(path)).fused
+
+
+PARTS = 10
+"""Of a concatenation: two of products, in the middle, and eight that the compiler computes."""
+
+
+def test_many_features_are_concatenated_in_groups(tmp_path):
+    light = {
+        f"p{k}": f"e{k} = Mul(x, c{k}) p{k} = Reshape(e{k}, shape)" for k in range(PARTS) if k not in {4, 5}
+    }
+    heavy = {f"p{k}": f"p{k} = MatMul(x, w)" for k in (4, 5)}
+    parts = [f"p{k}" for k in range(PARTS)]
+    body = " ".join((light | heavy)[name] for name in parts)
+    constants = {f"c{k}": bf16(K) for k in range(PARTS)} | {"w": bf16(K, K), "shape": np.array([-1, K])}
+    model = Model((K,), f"{body} y = Concat<axis=-1>({', '.join(parts)})", constants)
+    graph, report = fused(model, tmp_path)
+    (joined,) = (node for node in graph.live_nodes() if node.name == report.fused["grouped-concat"][0].name)
+    # Products write their part of the result themselves; a group is a kernel.
+    assert [tensor.name for tensor in joined.inputs if tensor.name in parts] == ["p4", "p5"]
+    assert [len(t.producer.inputs) for t in joined.inputs if t.producer.op == "Concat"] == [4, 4]
+    assert [tensor.shape[-1] for tensor in joined.inputs] == [4 * K, K, K, 4 * K]
+    x = model.rows()
+    np.testing.assert_array_equal(run(graph, x)[0], run(tmp_path / "planned.onnx", x)[0])
+    # Few are one kernel as they are.
+    few = Model((K,), model.text.replace(", p8, p9", ""), constants)
+    assert "grouped-concat" not in fused(few, tmp_path)[1].fused

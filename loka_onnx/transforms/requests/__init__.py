@@ -1,0 +1,1 @@
+"""Requests of one user and many candidates: a user's features once."""
