@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 
 import numpy as np
@@ -151,7 +152,7 @@ def rms(base: int, *, axis: int | None = None, shape: tuple[int, ...] = (8,), sc
 
 
 def decomposed(model: onnx.ModelProto) -> onnx.ModelProto:
-    draft = GraphDraft(model, Path("nowhere"))
+    draft = GraphDraft(deepcopy(model), Path("nowhere"))
     decompose_rms_norms(draft)
     result = draft.finished()
     onnx.checker.check_model(result, full_check=True)

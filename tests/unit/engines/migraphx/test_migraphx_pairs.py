@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ FINITE = np.array([i for i in range(256) if i & 0x7F != 0x7F], np.uint8).view(FN
 
 def under(model: onnx.ModelProto, *rules: Callable[[GraphDraft], None]) -> onnx.ModelProto:
     """The model under rules."""
-    draft = GraphDraft(model, Path("nowhere"))
+    draft = GraphDraft(deepcopy(model), Path("nowhere"))
     for rule in rules:
         rule(draft)
     return draft.finished()
