@@ -113,6 +113,7 @@ class Described:
     """What `Engine` reads of a manifest."""
 
     model_digest = ""
+    shared: tuple[str, ...] = ()
 
     def __init__(self, model: onnx.ModelProto, rows: Arrays) -> None:
         self.inputs = tuple(TensorSpec(n, str(v.dtype), (None, *v.shape[1:])) for n, v in rows.items())

@@ -27,7 +27,7 @@ from benchmarks.micro.int8_tables import call_seconds
 from benchmarks.recording import write_record
 from loka_onnx.config import load_run_file
 from loka_onnx.core.artifact import ModelArtifact, OutputKind, OutputSpec
-from loka_onnx.core.rewrite import INDEX
+from loka_onnx.core.rewrite import INDEX, USERS
 from loka_onnx.export.onnx_model import import_onnx
 from loka_onnx.export.torch_module import export_torch
 from loka_onnx.graph.id_bounds import id_bounds
@@ -35,7 +35,7 @@ from loka_onnx.graph.model import GraphModel, is_constant
 from loka_onnx.graph.shape_values import static_shape
 from loka_onnx.pipeline.rows import bind_columns, fixed_widths, generated_rows, open_rows
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
-from loka_onnx.transforms.requests.share_users import USERS, share_users
+from loka_onnx.transforms.requests.share_users import share_users
 from loka_onnx.transforms.sequence import apply_mods
 
 RANKERS = ("fuxictr-dcnv2", "fuxictr-finalmlp", "rechub-deepfm", "rechub-mmoe", "rechub-edcn")

@@ -99,6 +99,8 @@ class Part(StrEnum):
 
 INDEX = "user_of_candidate"
 """Input of an engine in request form: the user's row of each candidate, (candidates,) int64."""
+USERS = "users"
+"""Name of axis 0 of its inputs with a row for each user."""
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ from loka_onnx.planning.choice import NOISE
 from loka_onnx.planning.speed import FIRST_LOADS, LOADS, LOOKS_APART, MOST_LOADS, contenders
 from loka_onnx.sessions.host_devices import device_of_architecture, is_target
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
-from loka_onnx.sessions.runner import Arrays, RequestRunner, Runner, SplitRunner, to_users
+from loka_onnx.sessions.runner import Arrays, Runner, SplitRunner, to_users
 
 PER_LOAD = LatencyOptions(warmup=4, min_repeats=5, max_repeats=40, max_seconds=1.0 / LOADS)
 """Limits of timing one engine at one batch size in one load; one second over all loads."""
@@ -129,8 +129,6 @@ class Judging:
         runner = stack.enter_context(self.open_alone(engine))
         if engine.part is Part.DENSE:
             runner = SplitRunner(stack.enter_context(self.open_lookup()), runner)
-        if engine.part is Part.REQUEST:
-            runner = RequestRunner(runner, self.shared)
         return padded(runner.run, self.context.config.batch.min)
 
     def open_alone(self, engine: EngineArtifact) -> Runner:

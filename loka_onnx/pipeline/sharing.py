@@ -13,7 +13,6 @@ from loka_onnx.graph.model import GraphModel
 from loka_onnx.pipeline.context import CHECK_ROWS, Context
 from loka_onnx.pipeline.directory import Stage
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
-from loka_onnx.sessions.runner import RequestRunner
 from loka_onnx.transforms.base import Mod, record
 from loka_onnx.transforms.requests.share_users import SHARE_USERS, share_users
 from loka_onnx.transforms.sequence import STRICT, change
@@ -68,7 +67,7 @@ def _judged(context: Context, model: ModelArtifact, users: SharedUsers) -> Share
     files = (model.path, context.path(FILE))
     before, after = (OnnxSession(file, SessionOptions(context.threads, optimize=False)) for file in files)
     rows = context.first_rows(CHECK_ROWS)
-    answers = [before.run(rows)], [RequestRunner(after, users.inputs).run(rows)]
+    answers = [before.run(rows)], [after.run(rows)]
     changes = (change(Mod.tolerance, name, *answers) for name in before.output_names)
     moved, tolerance = max(changes, key=lambda pair: pair[0] / pair[1])
     plain, shared = (OnnxSession(file, SessionOptions(context.threads)) for file in files)

@@ -30,7 +30,7 @@ from loka_onnx.sessions import onnx_session
 from loka_onnx.sessions.backends import get_spec
 from loka_onnx.sessions.model_files import operators, read_model
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
-from loka_onnx.sessions.runner import Names, ParallelRunner, RequestRunner, Runner, SplitRunner
+from loka_onnx.sessions.runner import Names, ParallelRunner, Runner, SplitRunner
 
 _LOG = logging.getLogger("loka_onnx.runtime")
 EP_CONTEXT = "EPContext"
@@ -202,8 +202,6 @@ class _Opener:
             _check_names(runner.names, manifest.inputs_of(entry.part), manifest.outputs)
             if entry.part is Part.DENSE and self.wanted is Part.WHOLE:
                 return SplitRunner(self._shared_lookup(), runner)
-            if entry.part is Part.REQUEST:
-                return RequestRunner(runner, manifest.shared)
         except BaseException:
             runner.close()
             raise

@@ -21,10 +21,10 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 
-from loka_onnx.core.rewrite import INDEX
+from loka_onnx.core.rewrite import INDEX, USERS
 from loka_onnx.errors import EngineError, MissingPackage, ModelError
 from loka_onnx.sessions.model_files import FLOAT8_TYPES, read_model
-from loka_onnx.sessions.runner import Arrays, Names, Runner
+from loka_onnx.sessions.runner import Arrays, Names, Runner, to_users
 
 _BFLOAT16 = "tensor(bfloat16)"
 INSTALL = "pip install 'loka-onnx[cpu]' (or [nvidia], [amd]: exactly one of them)"
@@ -166,17 +166,18 @@ class OnnxSession(Runner):
         inputs, outputs = self._session.get_inputs(), self._session.get_outputs()
         self.input_names: tuple[str, ...] = tuple(value.name for value in inputs)
         self.output_names: tuple[str, ...] = tuple(value.name for value in outputs)
+        users = (value.name for value in inputs if value.shape[:1] == [USERS])
+        self._shared = tuple(users) if INDEX in self.input_names else ()
         self._has_bfloat16 = any(value.type == _BFLOAT16 for value in (*inputs, *outputs))
 
     def run(self, inputs: Mapping[str, npt.NDArray[Any]], outputs: Sequence[str] | None = None) -> Arrays:
         """Run one batch, for some of the outputs or all; an `EngineError` where that fails.
 
-        Without an index, each row of a model in request form is a user.
+        A model in request form takes a row for each candidate as well.
         """
         names = tuple(outputs) if outputs is not None else self.output_names
-        if INDEX in self.input_names and INDEX not in inputs:
-            rows = len(next(iter(inputs.values())))
-            inputs = {**inputs, INDEX: np.arange(rows)}
+        if self._shared and INDEX not in inputs:
+            inputs = to_users(inputs, self._shared)
         try:
             feeds = {name: np.ascontiguousarray(inputs[name]) for name in self.input_names}
         except KeyError as error:

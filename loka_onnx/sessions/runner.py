@@ -248,26 +248,6 @@ class SplitRunner(Runner):
             stack.callback(self.dense.close)
 
 
-class RequestRunner(Runner):
-    """Answers plain rows, and requests of users and candidates, with an engine in request form; owns it."""
-
-    def __init__(self, engine: Runner, shared: Sequence[str]) -> None:
-        self.engine, self.shared = engine, tuple(shared)
-
-    def run(self, inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
-        """Run one batch in either form."""
-        return self.engine.run(inputs if INDEX in inputs else to_users(inputs, self.shared))
-
-    @property
-    def served_sizes(self) -> tuple[int, ...]:
-        """Sizes of the engine."""
-        return self.engine.served_sizes
-
-    def close(self) -> None:
-        """Free the engine."""
-        self.engine.close()
-
-
 def to_users(inputs: Mapping[str, npt.NDArray[Any]], shared: Sequence[str]) -> Arrays:
     """Return plain rows as users, candidates and the index: a user is a run of rows that share all values."""
     rows = len(inputs[shared[0]])

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from loka_onnx.core.rewrite import INDEX, Applied, Declined
+from loka_onnx.core.rewrite import INDEX, USERS, Applied, Declined
 from loka_onnx.graph.model import GraphModel, Node, Tensor, is_constant, shape_of
 from loka_onnx.graph.parts import DRAWING
 from loka_onnx.graph.shape_values import dimensions, read_dimensions, static_shape
@@ -31,8 +31,6 @@ from loka_onnx.transforms.requests.row_axis import RowAxis, row_axis
 
 SHARE_USERS = "share-users"
 """Name of the transform in records."""
-USERS = "users"
-"""Name of the dimension that counts users."""
 MOST_PARTS = 8
 """Most parts of a Concat that are computed apart: each costs an operator."""
 _LAYOUT = frozenset({"Identity", "Cast", "Squeeze", "Unsqueeze", "Flatten", "Reshape", "Transpose", "Concat"})

@@ -323,7 +323,7 @@ def judging_in(directory: RunDirectory) -> Judging:
     config: Any = SimpleNamespace(
         refine=SimpleNamespace(rounds=1, plans=1, seconds=9.0),
         outputs=(),
-        data=SimpleNamespace(group=None, slices=()),
+        data=SimpleNamespace(group=None, slices=(), request=None),
         batch={},
         plan={},
         serving=SimpleNamespace(inputs="host"),

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from loka_onnx.core.rewrite import INDEX
-from loka_onnx.sessions.runner import RequestRunner, Runner, to_rows, to_users
+from loka_onnx.sessions.runner import to_rows, to_users
 
-Array = np.ndarray[Any, Any]
 USERS = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 1)), min_size=1, max_size=12)
 
 
@@ -29,21 +27,3 @@ def test_rows_are_what_they_were_and_neighbours_with_equal_values_are_one_user(u
     for name, values in rows.items():
         np.testing.assert_array_equal(back[name], values)
         assert back[name].dtype == values.dtype
-
-
-class Recorder(Runner):
-    """Keeps what it was asked."""
-
-    def run(self, inputs: Any) -> dict[str, Array]:
-        self.asked = dict(inputs)
-        return {}
-
-
-def test_a_request_passes_as_it_is_and_rows_become_one():
-    engine = Recorder()
-    runner = RequestRunner(engine, ("age",))
-    runner.run({"age": np.array([7, 7, 8]), "item": np.arange(3)})
-    assert engine.asked["age"].tolist() == [7, 8] and engine.asked[INDEX].tolist() == [0, 0, 1]
-    request = {"age": np.array([7, 8]), "item": np.arange(3), INDEX: np.array([1, 0, 1])}
-    runner.run(request)
-    assert engine.asked == request
