@@ -141,7 +141,7 @@ class Comparison:
             "chosen": chosen,
             **{
                 plan: engine
-                for plan in ("bf16", "fp16", "fp8-all")
+                for plan in ("bf16", "fp16", "untouched", "fp8-all")
                 if (engine := self.finished.fastest(plan))
             },
         }

@@ -74,13 +74,14 @@ def compile_engine(request: BuildRequest, into: Path, compilers: Compilers) -> P
     products = chosen_products(build, model)
     programs, files, lowered = [], {}, []
     waiting = into.parent / WAITING
-    with device_alone(request.architecture, waiting) if settings.max_autotune else nullcontext():
-        for program in batch_programs(request.batch, static=settings.static):
-            served = [size for size in request.batch.sizes if program.minimum <= size <= program.maximum]
-            module = lower(model, products(served)).to(torch_device(request.architecture)).eval()
+    for program in batch_programs(request.batch, static=settings.static):
+        served = [size for size in request.batch.sizes if program.minimum <= size <= program.maximum]
+        module = lower(model, products(served)).to(torch_device(request.architecture)).eval()
+        # Other builds choose their kernels between two programs.
+        with device_alone(request.architecture, waiting) if settings.max_autotune else nullcontext():
             done, files[program.name] = _compile_program(build, module, program)
-            programs.append(done)
-            lowered.append(module.sites)
+        programs.append(done)
+        lowered.append(module.sites)
     engine = InductorEngine(
         torch=str(torch.__version__),
         architecture=request.architecture,
