@@ -32,7 +32,7 @@ from loka_onnx.report.document import (
     table_of,
     text,
 )
-from loka_onnx.report.engine_tables import engines_section, fallbacks_section, host_load_column, is_busy
+from loka_onnx.report.engine_tables import engines_section, fallbacks_section, host_load_columns
 from loka_onnx.report.figures import Figure, Place, Told, counted, derive, formed, joined, shown, told
 from loka_onnx.report.provenance import Pointers, located
 from loka_onnx.report.score_tables import scores_sections
@@ -126,7 +126,6 @@ def _operating_section(data: ReportData) -> Section:
         found = next((m for m in measured if m.requests_per_s), None)
         return numbers.NOT_MEASURED if found is None else shown("{:,.1f}".format, found, "requests_per_s")
 
-    loads = [host_load_column(lambda row: row[1])] if is_busy(latency for _, latency in emitted) else []
     columns: tuple[Column[tuple[EngineArtifact, Latency | None]], ...] = (
         text("Engine", lambda row: row[0].id),
         number(
@@ -136,7 +135,7 @@ def _operating_section(data: ReportData) -> Section:
         us("p90", "p90_us"),
         us("p99", "p99_us"),
         number("Requests/s", rate),
-        *loads,
+        *host_load_columns(emitted, lambda row: row[1]),
         number("Size", lambda row: shown(numbers.size, row[0], "bytes")),
         text("SHA-256", lambda row: numbers.digest(row[0].digest)),
     )
