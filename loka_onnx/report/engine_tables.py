@@ -342,15 +342,13 @@ def latency_tables(data: ReportData) -> Iterator[Table]:
             yield table_of(f"Latency per batch size, {caption}", _latency_columns(rows), rows)
 
 
-def host_load_columns(
-    items: Iterable[Item], latency_of: Callable[[Item], Latency | None]
-) -> tuple[Column[Item], ...]:
+def load_columns(items: Iterable[Item], of: Callable[[Item], Latency | None]) -> tuple[Column[Item], ...]:
     """Return the column of the load of the hosts that timed latencies, if one of them was busy."""
-    if not any(busy(latency) for latency in map(latency_of, items) if latency is not None):
+    if not any(busy(latency) for latency in map(of, items) if latency is not None):
         return ()
 
     def load(item: Item) -> Cell | str:
-        latency = latency_of(item)
+        latency = of(item)
         if latency is None or latency.host_load is None:
             return numbers.NONE
         return Cell(shown("{:.1f}".format, latency, "host_load"), Tone.WARN if busy(latency) else Tone.PLAIN)
@@ -376,6 +374,6 @@ def _latency_columns(rows: list[tuple[str, Latency]]) -> tuple[Column[tuple[str,
         time("p99", "p99_us"),
         *((time("Lookup p50, not in these", "lookup_p50_us"),) if is_cut else ()),
         number("Requests", lambda row: shown(numbers.count, row[1], "repeats")),
-        *host_load_columns(rows, lambda row: row[1]),
+        *load_columns(rows, lambda row: row[1]),
         text("Counts for the choice", counts),
     )
