@@ -31,7 +31,7 @@ from benchmarks.public_rankers.prepare import build
 from benchmarks.public_rankers.rows import Rows, read_rows, write_rows
 from benchmarks.recording import write_record
 
-NAMES = ("rechub-dcnv2", "rechub-bst", "deepctr-dcnmix", "deepctr-mmoe", "fuxictr-dcnv2", "torchrec-dlrm")
+NAMES = ("rechub-dcnv2", "rechub-deepfm", "deepctr-dcnmix", "deepctr-mmoe", "fuxictr-dcnv2", "torchrec-dlrm")
 ROWS, STEPS, BATCH = 20_000, 20, 512
 TYPES = {"tensor(int64)": ("INT64", np.int64), "tensor(float)": ("FP32", np.float32)}
 LOKA = (sys.executable, "-P", "-c", "from loka_onnx.cli.main import main; main()")
@@ -120,7 +120,6 @@ def journey(ranker: Ranker, place: Path, libraries: Path) -> dict[str, Any]:
     difference, seconds["serve"] = served(home, commands[-1].split()[1:], environment)
     return {
         "commands": commands,
-        "load": os.getloadavg()[1],
         "seconds": seconds,
         "inputs": len(built.inputs),
         "result": next(line for line in said["run"] if line.strip()),
@@ -188,7 +187,7 @@ def main() -> None:
     figures = {
         name: json.loads(path.read_text(encoding="utf-8")) for name, path in made.items() if path.exists()
     }
-    settings = {"rows": ROWS, "steps": STEPS, "batch": BATCH}
+    settings = {"rows": ROWS, "steps": STEPS, "batch": BATCH, "beside": f"load {os.getloadavg()[1]:.0f}"}
     write_record("first_hour", figures, settings)
 
 

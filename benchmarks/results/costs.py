@@ -214,14 +214,13 @@ def first_hour(record: Record) -> str:
         (
             name,
             *(number(found["seconds"][step]) for step in steps),
-            number(found["load"]),
             _emitted(found["result"]),
         )
         for name, found in record.figures.items()
     ]
-    head = ("ranker", *(f"{step}, s" for step in steps), "load of the host", "emitted")
+    head = ("ranker", *(f"{step}, s" for step in steps), "emitted")
     cores = number(record.machine["cores"])
-    said = f"No line of a run file was edited by hand. The host has {cores} cores."
+    said = f"No line of a run file was edited by hand. On {cores} cores, {record.settings['beside']}."
     return f"{said}\n\n{table(head, rows, notes=1)}"
 
 

@@ -49,7 +49,6 @@ from loka_onnx.sessions.cuda import list_cuda_devices
 from loka_onnx.sessions.host_devices import integer_instructions
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
 
-_LONGEST = len("onnxruntime_tensorrt")
 _ROWS = 256
 """Generated rows that a model is run on."""
 
@@ -333,7 +332,7 @@ def _heading(text: str) -> Text:
 
 def _entry(name: str, version: str, what: str, *, is_good: bool, is_partial: bool = False) -> Text:
     mark = ("✓", "green") if is_good else ("~", "yellow") if is_partial else ("✗", "red")
-    return Text.assemble("  ", mark, f" {name:<{_LONGEST}} {version or 'missing':<12} {what}")
+    return Text.assemble("  ", mark, f" {name:<20} {version or 'missing':<12} {what}")
 
 
 def _note(text: str) -> Text:

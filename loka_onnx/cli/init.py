@@ -49,6 +49,5 @@ def init(  # noqa: PLR0913, PLR0917 - typer reads one parameter for each option
         near = ", ".join(match.candidates) or "none of its type and width"
         print_words(terminal.out, Text(f"  no column for input '{match.input}'; candidates: {near}"))
     following = "fill in what is missing, then" if proposal.unmatched else "next:"
-    place = home / "runs" / proposal.document["name"]
     terminal.out.print(Text(f"{following} loka-onnx run {output}"), soft_wrap=True)
-    terminal.out.print(Text(f"report and bundle will be in {shown(place)}"), soft_wrap=True)
+    terminal.out.print(Text(f"it writes {shown(home / 'runs' / proposal.document['name'])}"), soft_wrap=True)

@@ -43,8 +43,7 @@ def print_words(console: Console, line: Text) -> None:
     """
     indent = len(line.plain) - len(line.plain.lstrip()) + 2
     width = console.width - indent
-    is_whole = not console.is_terminal or "\n" in line.plain
-    if is_whole or max(map(len, line.plain.split()), default=0) > width:
+    if not console.is_terminal or "\n" in line.plain or max(map(len, line.plain.split()), default=0) > width:
         console.print(line, soft_wrap=True)
         return
     for number, part in enumerate(line.wrap(console, width)):

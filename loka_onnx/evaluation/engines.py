@@ -18,6 +18,7 @@ from loka_onnx.numerics.intervals import CONFIDENCE
 
 REFERENCE = "reference"
 """Id of the exported model before mods, in ONNX Runtime on the CPU in FP32."""
+CERTIFICATION = "certification"
 REQUEST_ROWS = 256
 """Rows of a request that accuracy is judged by, where engines take so many.
 
@@ -41,11 +42,6 @@ class Split:
     batch_size: int = REQUEST_ROWS
     confidence: float = CONFIDENCE
     most: int | None = None
-
-    @property
-    def is_last(self) -> bool:
-        """True for certification, whose figures are reported."""
-        return self.name == "certification"
 
     @property
     def rows(self) -> int:
@@ -94,13 +90,14 @@ def predict_reference(
 ) -> Reference:
     """Return the FP32 reference of a split."""
     predictions = predict_split(split, run, specs, f"judge reference on {split.name}", progress)
-    return Reference(predictions, Units.of(predictions.columns, split.group, split.slices, split.is_last))
+    units = Units.of(predictions.columns, split.group, split.slices, split.name == CERTIFICATION)
+    return Reference(predictions, units)
 
 
 def judge_reference(split: Split, reference: Reference, specs: tuple[OutputSpec, ...]) -> Evaluation:
     """Return the evaluation of the reference itself."""
     known = reference.predictions
-    outputs = evaluate_reference(known.outputs, known.columns, specs, split.is_last)
+    outputs = evaluate_reference(known.outputs, known.columns, specs, split.name == CERTIFICATION)
     return Evaluation(
         REFERENCE, "onnxruntime", "fp32", "cpu", split.name, known.rows, outputs, (), "measured"
     )

@@ -82,16 +82,14 @@ class Results:
 
     def with_added(self, added: RefinedRun) -> Results:
         """Return the results with further plans, their engines and what was judged of them."""
+        judged = (*self.evaluations.evaluations, *added.evaluations.evaluations)
         return replace(
             self,
             plans=replace(self.plans, plans=(*self.plans.plans, *added.plans)),
             engines=EngineSet((*self.engines.engines, *added.engines)),
             corrections=CorrectionSet((*self.corrections.plans, *added.corrections.plans)),
             rewrites={**self.rewrites, **added.rewrites.logs},
-            evaluations=replace(
-                self.evaluations,
-                evaluations=(*self.evaluations.evaluations, *added.evaluations.evaluations),
-            ),
+            evaluations=replace(self.evaluations, evaluations=judged),
         )
 
 

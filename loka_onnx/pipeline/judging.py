@@ -75,7 +75,7 @@ class Judging:
         return context.directory.document(
             EVALUATE,
             reads,
-            lambda: EvaluationSet(self.judge_attempt(engines.engines, 0, known), today()),
+            lambda: EvaluationSet(self.judge_attempt(engines.engines, 0, known), f"{datetime.now(UTC):%F}"),
             again=lambda earlier: counts_here(earlier.evaluations, engines.engines),
         )
 
@@ -261,11 +261,6 @@ class Judging:
         wanted = LatencyOptions().input_sets * max(self.context.config.batch.serve)
         rows = max(1, min(wanted, room))
         return SplitRows("timed", rows, rows, lambda: iter([sample(rows)]))
-
-
-def today() -> str:
-    """Return the day (UTC), as an evaluation records it."""
-    return datetime.now(UTC).date().isoformat()
 
 
 def counts_here(evaluations: Sequence[Evaluation], engines: Sequence[EngineArtifact]) -> bool:

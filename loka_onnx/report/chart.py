@@ -20,7 +20,7 @@ from loka_onnx.report import numbers
 from loka_onnx.report.data import CERTIFICATION, ReportData, confidence_text
 from loka_onnx.report.document import can_be_drawn
 from loka_onnx.report.engine_tables import delta_text, latency_text
-from loka_onnx.report.score_tables import Curve, certified_curves
+from loka_onnx.report.slice_tables import Curve, certified_curves
 
 # Mid tones that stand out on a white and on a black page; text and lines follow the page.
 _MARKERS = {"within": ("circle", "#1a9a5c"), "undecided": ("diamond", "#c98a14"), "beyond": ("x", "#d64545")}
@@ -90,15 +90,8 @@ def calibration_charts(data: ReportData) -> tuple[Chart, ...]:
 
 def _calibration(name: str, curves: Sequence[Curve]) -> Chart:
     ends = [end for _, o in curves for b in o.calibration for end in (b.predicted, b.observed)]
-    line = {"color": _FRONT, "width": 1.5, "dash": "dash"}
-    diagonal = {
-        "type": "line",
-        "x0": min(ends),
-        "y0": min(ends),
-        "x1": max(ends),
-        "y1": max(ends),
-        "line": line,
-    }
+    corners = dict.fromkeys(("x0", "y0"), min(ends)) | dict.fromkeys(("x1", "y1"), max(ends))
+    diagonal = {"type": "line", "line": {"color": _FRONT, "width": 1.5, "dash": "dash"}, **corners}
     traces = [
         {
             "x": [each.predicted for each in output.calibration],
@@ -111,11 +104,8 @@ def _calibration(name: str, curves: Sequence[Curve]) -> Chart:
         }
         for (engine, output), (symbol, color) in zip(curves, cycle(_CURVES))
     ]
-    layout = {
-        "xaxis": {"title": {"text": "mean prediction"}},
-        "yaxis": {"title": {"text": "mean label"}},
-        "shapes": [diagonal],
-    }
+    axes = {"xaxis": "mean prediction", "yaxis": "mean label"}
+    layout = {"shapes": [diagonal], **{axis: {"title": {"text": title}} for axis, title in axes.items()}}
     caption = f"Calibration of {name} on {CERTIFICATION}, in bins of equally many rows"
     return Chart(name, caption, {"data": traces, "layout": layout}, ())
 

@@ -169,10 +169,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Document:
-    """A whole report; the banner is a warning above everything, or empty; `overview` has all targets.
-
-    `about` says of which day, model and rows it is.
-    """
+    """A report; the banner warns or is empty, `about` is day, model and rows, `overview` all targets."""
 
     title: str
     banner: str

@@ -348,21 +348,18 @@ def latency_tables(data: ReportData) -> Iterator[Table]:
             yield table_of(f"Latency per batch size, {caption}", _latency_columns(rows), rows)
 
 
-def is_busy(latencies: Iterable[Latency | None]) -> bool:
-    """Return whether the host of any of them was busy."""
-    return any(latency is not None and busy(latency) for latency in latencies)
-
-
-def host_load_column(latency_of: Callable[[Item], Latency | None]) -> Column[Item]:
-    """Return the column of the load of the hosts that timed latencies; only for a busy one."""
+def load_columns(items: Iterable[Item], of: Callable[[Item], Latency | None]) -> tuple[Column[Item], ...]:
+    """Return the column of the load of the hosts that timed latencies, if one of them was busy."""
+    if not any(busy(latency) for latency in map(of, items) if latency is not None):
+        return ()
 
     def load(item: Item) -> Cell | str:
-        latency = latency_of(item)
+        latency = of(item)
         if latency is None or latency.host_load is None:
             return numbers.NONE
         return Cell(shown("{:.1f}".format, latency, "host_load"), Tone.WARN if busy(latency) else Tone.PLAIN)
 
-    return number("Host load a core", load)
+    return (number("Host load a core", load),)
 
 
 def _latency_columns(rows: list[tuple[str, Latency]]) -> tuple[Column[tuple[str, Latency]], ...]:
@@ -373,7 +370,6 @@ def _latency_columns(rows: list[tuple[str, Latency]]) -> tuple[Column[tuple[str,
         is_target = row[1].counts_for_choice
         return "yes" if is_target else Cell("no, another device than the target", Tone.WARN)
 
-    loads = [host_load_column(lambda row: row[1])] if is_busy(latency for _, latency in rows) else []
     is_cut = any(latency.lookup_p50_us is not None for _, latency in rows)
     return (
         text("Engine", lambda row: row[0]),
@@ -384,6 +380,6 @@ def _latency_columns(rows: list[tuple[str, Latency]]) -> tuple[Column[tuple[str,
         time("p99", "p99_us"),
         *((time("Lookup p50, not in these", "lookup_p50_us"),) if is_cut else ()),
         number("Requests", lambda row: shown(numbers.count, row[1], "repeats")),
-        *loads,
+        *load_columns(rows, lambda row: row[1]),
         text("Counts for the choice", counts),
     )

@@ -32,12 +32,11 @@ from loka_onnx.report.document import (
     table_of,
     text,
 )
-from loka_onnx.report.engine_tables import engines_section, fallbacks_section, host_load_column, is_busy
+from loka_onnx.report.engine_tables import engines_section, fallbacks_section, load_columns
 from loka_onnx.report.figures import Figure, Place, Told, counted, derive, formed, joined, shown, told
 from loka_onnx.report.provenance import Pointers, located
-from loka_onnx.report.score_tables import scores_sections
 from loka_onnx.report.site_tables import calibration_facts, sites_section
-from loka_onnx.report.slice_tables import slices_sections
+from loka_onnx.report.slice_tables import scores_sections, slices_sections
 from loka_onnx.report.verdict import parts, verdicts
 
 SYNTHETIC_BANNER = "SYNTHETIC DATA: every number below was measured on generated rows, not on yours"
@@ -81,12 +80,10 @@ def build_document(data: ReportData) -> Document:
 
 def _about(data: ReportData) -> str:
     """Return the day, the model and the rows in a line."""
-    splits = {split.split: split for split in data.data.splits}
-    rows = splits.get(CERTIFICATION)
+    rows = (split for split in data.data.splits if split.split == CERTIFICATION)
     parts = [Told(data.evaluations.date)] if data.evaluations.date else []
     parts.append(Told(f"model {numbers.digest(data.exported.digest)}"))
-    if rows is not None:
-        parts.append(told("certified on {} rows of {}", shown(numbers.count, rows, "rows"), rows.file))
+    parts += [told("certified on {} rows of {}", shown(numbers.count, r, "rows"), r.file) for r in rows]
     return joined(" · ", parts)
 
 
@@ -126,7 +123,6 @@ def _operating_section(data: ReportData) -> Section:
         found = next((m for m in measured if m.requests_per_s), None)
         return numbers.NOT_MEASURED if found is None else shown("{:,.1f}".format, found, "requests_per_s")
 
-    loads = [host_load_column(lambda row: row[1])] if is_busy(latency for _, latency in emitted) else []
     columns: tuple[Column[tuple[EngineArtifact, Latency | None]], ...] = (
         text("Engine", lambda row: row[0].id),
         number(
@@ -136,7 +132,7 @@ def _operating_section(data: ReportData) -> Section:
         us("p90", "p90_us"),
         us("p99", "p99_us"),
         number("Requests/s", rate),
-        *loads,
+        *load_columns(emitted, lambda row: row[1]),
         number("Size", lambda row: shown(numbers.size, row[0], "bytes")),
         text("SHA-256", lambda row: numbers.digest(row[0].digest)),
     )

@@ -1,12 +1,19 @@
-"""Accuracy on the slices of the data: each value of each column in `data.slices`."""
+"""Accuracy on slices, each value of each column in `data.slices`, and scores of what is emitted."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
-from loka_onnx.core.evaluation import BudgetStatus, Evaluation, OutputEvaluation, SliceDifference
+from loka_onnx.core.evaluation import (
+    BudgetStatus,
+    CalibrationBin,
+    Evaluation,
+    OutputEvaluation,
+    SliceDifference,
+)
 from loka_onnx.report import numbers
-from loka_onnx.report.data import ReportData, confidence_text
+from loka_onnx.report.data import CERTIFICATION, ReportData, confidence_text
 from loka_onnx.report.document import (
     BUDGET_TONES,
     Cell,
@@ -126,3 +133,46 @@ def _worst_table(evaluation: Evaluation, output: OutputEvaluation, level: str) -
         told("; {} more in report.json", formed(numbers.count, rest)) if rest.value else "",
     )
     return table_of(caption, columns, output.slices[:SHOWN])
+
+
+Curve = tuple[str, OutputEvaluation]
+"""Name of an engine or of the reference, and one of its outputs."""
+
+
+def certified_curves(data: ReportData) -> list[Curve]:
+    """Return outputs of the reference and of what is emitted, on certification."""
+    ids = [*data.references, *(engine.id for engine in data.engines if data.chosen(engine.id))]
+    return [(name, output) for name in ids for output in data.outputs(name, CERTIFICATION)]
+
+
+def scores_sections(data: ReportData) -> tuple[Section, ...]:
+    """Return the section; empty where nothing was certified."""
+    curves = certified_curves(data)
+    moved = [curve for curve in curves if any(curve[1].drift.values())]
+    bins = [(*curve, each) for curve in curves for each in curve[1].calibration]
+    tables = []
+    if moved:
+        levels = sorted(moved[0][1].drift, key=lambda level: float(level[:-2]))
+        columns: tuple[Column[Curve], ...] = (
+            text("Engine", lambda row: row[0]),
+            text("Output", lambda row: row[1].output),
+            *(number(level, partial(_quantile, level)) for level in levels),
+        )
+        caption = "Change of the score (logit, or value of a regression) below which so many rows lie"
+        tables.append(table_of(caption, columns, moved))
+    if bins:
+        tables.append(table_of("Prediction and label of rows in the order of predictions", _BINS, bins))
+    return (Section("scores", "Scores", tables=tuple(tables)),) if tables else ()
+
+
+def _quantile(level: str, curve: Curve) -> str:
+    return shown(lambda value: f"{value:+.2g}" if value else "0", curve[1].drift, level)
+
+
+_BINS: tuple[Column[tuple[str, OutputEvaluation, CalibrationBin]], ...] = (
+    text("Engine", lambda row: row[0]),
+    text("Output", lambda row: row[1].output),
+    number("Rows", lambda row: shown(numbers.count, row[2], "rows")),
+    number("Mean prediction", lambda row: shown(numbers.metric, row[2], "predicted")),
+    number("Mean label", lambda row: shown(numbers.metric, row[2], "observed")),
+)

@@ -37,7 +37,7 @@ def summary_table(data: ReportData, target: str, split: str) -> Table:
     title = Text(f"{data.title}, {target}: {split or numbers.NOT_MEASURED}")
     table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.min_width = len(title)
-    loads = [x.host_load for e in engines for x in _latencies(data, e) if busy(x)]
+    loads = [x.host_load or 0.0 for e in engines for x in _latencies(data, e) if busy(x)]
     said = f"latencies of a busy host: load {max(loads):.1f} a core" if loads else ""
     is_said = (True, said, label_free_outputs(data), data.is_synthetic)
     caption = compress(("* emitted", said, NO_LABELS, SYNTHETIC_BANNER), is_said)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ from loka_onnx.pipeline.correcting import Correcting
 from loka_onnx.pipeline.directory import RunDirectory, Stage
 from loka_onnx.pipeline.emission import CHOOSE, Results, emit_bundle, notes_of, write_report
 from loka_onnx.pipeline.job_results import choosable
-from loka_onnx.pipeline.judging import EVALUATE, Judging, today
+from loka_onnx.pipeline.judging import EVALUATE, Judging
 from loka_onnx.pipeline.mods import modify, split_high_error
 from loka_onnx.pipeline.probing import Probing
 from loka_onnx.pipeline.run import Reporting, RunOptions, RunResult, recorded, rewrites_of, run
@@ -311,7 +312,7 @@ def _certify(judging: Judging, before: EarlierRun, engines: EngineSet) -> Evalua
         "slices": config.data.slices,
     }
     return context.directory.document(
-        EVALUATE, reads, lambda: EvaluationSet(tuple(judging.judge(split, judged)), today())
+        EVALUATE, reads, lambda: EvaluationSet(tuple(judging.judge(split, judged)), f"{datetime.now(UTC):%F}")
     )
 
 

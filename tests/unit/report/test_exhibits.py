@@ -21,8 +21,8 @@ from loka_onnx.core.statistics import MagnitudeHistogram
 from loka_onnx.report import ReportData
 from loka_onnx.report.chart import calibration_charts, charts
 from loka_onnx.report.histograms import activation_table, histogram_data
-from loka_onnx.report.score_tables import scores_sections
 from loka_onnx.report.site_tables import sites_section, speed_texts
+from loka_onnx.report.slice_tables import scores_sections
 
 
 def test_shares_are_those_of_one_model_whatever_mods_padded(sample: SampleRun) -> None:
