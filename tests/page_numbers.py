@@ -19,7 +19,7 @@ from pydantic import TypeAdapter
 from loka_onnx.core.intervals import RatioMoments
 from loka_onnx.core.profile import Sampling
 
-NUMBER = re.compile(r"(?<![\w.\-])[+-]?(?:\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?|inf|nan)(?!\w)")
+NUMBER = re.compile(r"(?<![\w.\-])(?!\d{4}-\d\d-\d\d)[+-]?(?:\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?|inf|nan)(?!\w)")
 UNITS = {"%": 1e-2, "B": 1.0, "KiB": 1024.0, "MiB": 1024.0**2, "GiB": 1024.0**3}
 MICROSECONDS = {"µs": 1.0, "ms": 1e3, "ns": 1e-3}
 SECONDS = {"s": 1.0, "ms": 1e-3}
