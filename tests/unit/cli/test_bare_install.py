@@ -62,7 +62,7 @@ def test_doctor_says_what_is_missing() -> None:
     done = bare("doctor")
     assert (done.returncode, done.stderr) == (0, "")
     lines = [line.strip() for line in done.stdout.splitlines()]
-    at = lines.index("✗ onnxruntime   missing      does not build, does not run")
+    at = lines.index("✗ onnxruntime          missing      does not build, does not run")
     assert lines[at + 1 : at + 3] == [
         "ONNX Runtime is not installed",
         "→ pip install 'loka-onnx[cpu]' (or [nvidia], [amd]: exactly one of them)",
