@@ -12,7 +12,7 @@ from typer.main import get_command
 
 from docs_site.markdown import cell, code, table
 from loka_onnx import errors
-from loka_onnx.cli.main import ANYWHERE, INTERRUPTED, app
+from loka_onnx.cli.main import ANYWHERE, app
 
 PROGRAM = "loka-onnx"
 PLACEHOLDER = re.compile(r"(?<![`\w])(<[\w .]+>|--[a-z][a-z-]*|[a-z_]+(?:\.[a-z_]+)+=\S+?)(?=[\s;,.)]|$)")
@@ -38,7 +38,7 @@ MEANINGS = {
     1: "A stage failed, or a bug; a bug prints its traceback and asks to be reported.",
     2: "The configuration or an input is wrong: one message with what, where, evidence and remedy.",
     3: "The check that was asked for did not hold.",
-    INTERRUPTED: "Interrupted by Ctrl-C; `run --resume` and every stage verb go on from the last "
+    130: "Interrupted by Ctrl-C; `run --resume` and every stage verb go on from the last "
     "finished stage.",
     128 + signal.SIGTERM: "Ended by SIGTERM; likewise.",
 }
