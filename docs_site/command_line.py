@@ -38,8 +38,7 @@ MEANINGS = {
     1: "A stage failed, or a bug; a bug prints its traceback and asks to be reported.",
     2: "The configuration or an input is wrong: one message with what, where, evidence and remedy.",
     3: "The check that was asked for did not hold.",
-    130: "Interrupted by Ctrl-C; `run --resume` and every stage verb go on from the last "
-    "finished stage.",
+    130: "Interrupted by Ctrl-C; `run --resume` and every stage verb go on from the last finished stage.",
     128 + signal.SIGTERM: "Ended by SIGTERM; likewise.",
 }
 

@@ -292,6 +292,19 @@ def gptq_gains(format: str) -> list[float]:
     return [gain["gptq"] for name, gain in gains if name.endswith(format)]
 
 
+def mixed_shares() -> list[float]:
+    """Largest share of FLOPs in eight bits of a plan certified for all outputs, percent, by ranker."""
+    shares = []
+    for run in figure("public_rankers_mixed", "runs"):
+        certified = [0.0]
+        for plan in run["plans"].values():
+            outputs = plan.get("certification", {"outputs": {}})["outputs"].values()
+            if outputs and all(output["status"] == "within" for output in outputs):
+                certified.append(plan["share"])
+        shares.append(100 * max(certified))
+    return shares
+
+
 FORMULAS: dict[str, Any] = {
     "R": figure,
     "S": setting,
