@@ -292,6 +292,11 @@ def gptq_gains(format: str) -> list[float]:
     return [gain["gptq"] for name, gain in gains if name.endswith(format)]
 
 
+def walls() -> list[float]:
+    """Seconds of a run of each public ranker."""
+    return [ranker["after"]["wall_seconds"] for ranker in figure("run_wall", "rankers").values()]
+
+
 def mixed_shares() -> list[float]:
     """Largest share of FLOPs in eight bits of a plan certified for all outputs, percent, by ranker."""
     shares = []
