@@ -263,6 +263,7 @@ def test_a_graph_without_a_request_form_is_declined_with_the_reason(
 
 @pytest.mark.parametrize("name", ["dlrm", "dcnv2", "wukong", "interformer"])
 def test_models_of_the_zoo_answer_alike(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason="needs torch: the zoo's models are exported")
     features = FeatureSpec((("item", 30), ("genre", 5)), ("age", "price"), history=("item", 6))
     has_history = name == "interformer"
     features = features if has_history else FeatureSpec(features.categorical, features.numeric)
