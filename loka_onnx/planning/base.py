@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.formats import Precision
-from loka_onnx.core.plan import Decision, Protection
+from loka_onnx.core.plan import Decision, PrecisionPlan, Protection, Verdict, Wide
 from loka_onnx.core.profile import Profile
 from loka_onnx.core.recipe import Recipe, Scaling
-from loka_onnx.core.site import Operand, Site
+from loka_onnx.core.site import Operand, Site, SiteKind
 from loka_onnx.core.statistics import TensorRange
 from loka_onnx.errors import PlanningError
 from loka_onnx.graph.model import GraphModel, values_of
@@ -18,6 +19,10 @@ from loka_onnx.graph.protected import logit_ends, residual_streams
 from loka_onnx.graph.sites import channel_axis
 from loka_onnx.numerics.scales import weight_scales
 from loka_onnx.planning.fp16 import FEW, MARGIN, Unproven, count_places, scale_fits, unproven_places
+from loka_onnx.planning.patterns import find_places
+
+UNTOUCHED = "untouched"
+"""The plan of the exported model, which no mod has changed."""
 
 
 @dataclass(frozen=True)
@@ -136,3 +141,38 @@ def with_scales(
     values = values_of(graph.node(site.name).inputs[other.index])
     scales = weight_scales(values, recipe.weight, channel_axis(other), recipe.format.of_weights)
     return replace(scaled, weight_scale=tuple(float(scale) for scale in scales.reshape(-1)))
+
+
+def untouched_plan(
+    model: ModelArtifact,
+    tensors: Mapping[str, TensorRange],
+    keep: Sequence[str],
+    protect: Collection[Protection],
+) -> PrecisionPlan:
+    """Return the plan of the exported model: FP16 is as fast as BF16 and more exact, where it fits.
+
+    A tensor that mods removed has no magnitude in `tensors`: it counts as one that does not fit. `keep` and
+    `protect` are the options of the planner.
+    """
+    graph = GraphModel.load(model.path)
+    kept = find_places(keep, model.sites, (node.name for node in graph.nodes))
+    norms = {s.name for s in model.sites if s.kind is SiteKind.NORM}
+    named = {**kept.nodes, **{name: why for name, why in kept.sites.items() if name in norms}}
+    bases = Bases(graph, tensors, protect, named)
+    base = bases.chosen(()) if tensors else bases.fixed(Precision.BF16)
+    usual = f"everything of the exported model runs in {base.precision}"
+    decisions = tuple(
+        Decision(
+            site.name,
+            Precision.FP32 if site.name in base.wide else base.precision,
+            None,
+            Verdict.NOT_JUDGED,
+            base.wide.get(site.name, usual),
+        )
+        for site in model.sites
+    )
+    sites = {site.name for site in model.sites}
+    wide = tuple(Wide(node, reason) for node, reason in base.wide.items() if node not in sites)
+    return PrecisionPlan(
+        UNTOUCHED, model.digest, base.precision, decisions, {}, 0.0, wide, base.reason, untouched=True
+    )

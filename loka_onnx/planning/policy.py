@@ -28,20 +28,18 @@ from loka_onnx.core.recipe import Recipe
 from loka_onnx.core.site import Site, SiteKind
 from loka_onnx.errors import ConfigError
 from loka_onnx.graph.model import GraphModel
-from loka_onnx.planning.base import Base, Bases, with_scales
+from loka_onnx.planning.base import UNTOUCHED, Base, Bases, untouched_plan, with_scales
 from loka_onnx.planning.costs import Costs, able_share, allowed_kl, share_of, useful_flops
 from loka_onnx.planning.judging import judge, percent
 from loka_onnx.planning.ladder import Ladder
 from loka_onnx.planning.mixing import Mixture, mix_formats, why_no_integers
-from loka_onnx.planning.patterns import find_places, named_places, nothing_left, wishes
+from loka_onnx.planning.patterns import named_places, nothing_left, wishes
 from loka_onnx.planning.search import FastSearch, Sites
 from loka_onnx.planning.site_speed import DeviceTimings, SiteSpeeds
 
 _QUANTIZED = ("fp8-all", "fp8-safe", "int8-all", "int8-safe", MIXED)
 FAST = "fast"
 """Last word of a plan that is made for each device by its kernel times."""
-UNTOUCHED = "untouched"
-"""The plan of the exported model, which no mod has changed."""
 
 
 @dataclass(frozen=True)
@@ -209,7 +207,7 @@ class Planner:
     def plans(self, plan_id: str) -> Iterator[PrecisionPlan]:
         """Yield the plans of that id: one, or a fast one for each device on which it saves time."""
         if plan_id != self._fast:
-            plan = self._untouched() if plan_id == UNTOUCHED else self._plan_of(plan_id)
+            plan = self._plan_of(plan_id)
             if plan_id == MIXED and plan.kind != MIXED:
                 only = plan.kind.upper() or "none of both"
                 self.notes.append(f"plan {MIXED} is left out: it would have sites in {only} alone")
@@ -269,6 +267,10 @@ class Planner:
         return LadderStart(ladder, ladder.rungs(plan.quantized_sites, device), plan)
 
     def _plan_of(self, plan_id: str) -> PrecisionPlan:
+        options = self.options
+        if plan_id == UNTOUCHED:
+            exported = options.exported or self.model
+            return untouched_plan(exported, self.profile.tensors, options.keep, options.protect)
         simple = {"fp32": Precision.FP32, "bf16": Precision.BF16, "fp16": Precision.FP16}
         if plan_id in simple:
             base = self.bases.fixed(simple[plan_id])
@@ -283,35 +285,6 @@ class Planner:
             )
         obstacles = {site.name: self._obstacle(site, plan_id) for site in self.model.sites}
         return self._quantized_plan(plan_id, obstacles)
-
-    def _untouched(self) -> PrecisionPlan:
-        """Return the plan of the exported model: FP16 is as fast as BF16 and more exact, where it fits.
-
-        A tensor that mods removed has no magnitude in the profile: it counts as one that does not fit.
-        """
-        model, options = self.options.exported or self.model, self.options
-        graph, tensors = GraphModel.load(model.path), self.profile.tensors
-        kept = find_places(options.keep, model.sites, (node.name for node in graph.nodes))
-        norms = {s.name for s in model.sites if s.kind is SiteKind.NORM}
-        named = {**kept.nodes, **{name: why for name, why in kept.sites.items() if name in norms}}
-        bases = Bases(graph, tensors, options.protect, named)
-        base = bases.chosen(()) if tensors else bases.fixed(Precision.BF16)
-        usual = f"everything of the exported model runs in {base.precision}"
-        decisions = tuple(
-            Decision(
-                site.name,
-                Precision.FP32 if site.name in base.wide else base.precision,
-                None,
-                Verdict.NOT_JUDGED,
-                base.wide.get(site.name, usual),
-            )
-            for site in model.sites
-        )
-        sites = {site.name for site in model.sites}
-        wide = tuple(Wide(node, reason) for node, reason in base.wide.items() if node not in sites)
-        return PrecisionPlan(
-            UNTOUCHED, model.digest, base.precision, decisions, {}, 0.0, wide, base.reason, untouched=True
-        )
 
     def _climb(self, plan_id: str) -> Climb | None:
         is_climbed = plan_id == MIXED or plan_id.endswith("-safe")

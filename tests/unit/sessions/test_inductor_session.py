@@ -486,32 +486,3 @@ def test_cuda_graphs_on_a_gpu() -> None:
                     session.run(request(rows))["out"], expected(request(rows)), rtol=1e-6
                 )
         assert program.rows == []
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("shape", [(3,), (5, 1), (2048, 19), (1 << 20, 3)])
-@pytest.mark.parametrize("dtype", ["bool", "float16", "float32", "int64"])
-def test_a_graph_moves_bytes_between_pinned_memory_and_the_device(dtype: str, shape: tuple[int, ...]) -> None:
-    if not list_cuda_devices() or not torch.cuda.is_available():
-        pytest.skip("needs a GPU: CUDA graphs are captured and replayed")
-    gpu, kind = Gpu(torch, 0), getattr(torch, dtype)
-    arriving, leaving = gpu.pinned(shape, kind), gpu.pinned(shape, kind)
-    on_device = torch.zeros(shape, dtype=kind, device=gpu.device)
-    moves = gpu.moving(on_device, arriving), gpu.moving(leaving, on_device)
-
-    def work() -> Sequence[Any]:
-        for move in moves:
-            move()
-        return ()
-
-    with gpu.active():
-        captured = gpu.capture(work, warm_ups=1)
-    gpu.activate()
-    for seed in (1, 2):
-        values = np.random.default_rng(seed).integers(0, 2**16, shape).astype(dtype)
-        arriving.numpy()[...] = values
-        captured.replay()
-        gpu.synchronize()
-        np.testing.assert_array_equal(leaving.numpy(), values)
-    captured.reset()
-    gpu.close()
