@@ -196,7 +196,7 @@ def engines_of(case: Case, exported: Exported, directory: Path, wanted: Wanted) 
     variant = (lambda model, plans, _: whole(model, plans)) if wanted.whole else cut
     wide = high_precision_plans(exported.model, wanted.today)
     plain = variant(exported.model, wide, directory / "plain")
-    tuned = ((FUSE, 0), (STATIC, 1), ("max_autotune", 1))
+    tuned = ((FUSE, 0), (STATIC, 1), ("max_autotune", 1), ("search_launches", 1))
     engines = []
     for plan in plain.source.plans.plans:
         engines += [

@@ -128,7 +128,7 @@ class Comparison:
             output=place / "engine",
             sample=self.finished.directory / "calibration" / "sample.npz",
             limits=Limits(300.0, int(self.options.memory_gb * 1e9)),
-            options={FUSE: 0, STATIC: 1, "max_autotune": 1} if is_tuned else {FUSE: 0},
+            options={FUSE: 0, STATIC: 1, "max_autotune": 1, "search_launches": 1} if is_tuned else {FUSE: 0},
         )
         try:
             return backend.build(request)

@@ -106,7 +106,9 @@ class Settings:
     """Settings of the compiler.
 
     Attributes:
-        max_autotune: Whether to time the products of all libraries and to search launch parameters.
+        max_autotune: Whether to time the products of all libraries.
+        search_launches: Whether to search launch parameters of the other kernels (coordinate descent), one
+            compilation a step: minutes a program.
         fast_accumulation: Whether FP8 sums may keep fewer bits than FP32 (Hopper).
         static: Whether each served batch size gets its own program, with a copy of the weights.
         fuse: Whether the graph is fused into the operators of `kernels`.
@@ -114,6 +116,7 @@ class Settings:
     """
 
     max_autotune: bool = False
+    search_launches: bool = False
     fast_accumulation: bool = True
     static: bool = False
     fuse: bool = True

@@ -78,7 +78,8 @@ def compile_engine(request: BuildRequest, into: Path, compilers: Compilers) -> P
         served = [size for size in request.batch.sizes if program.minimum <= size <= program.maximum]
         module = lower(model, products(served)).to(torch_device(request.architecture)).eval()
         # Other builds choose their kernels between two programs.
-        with device_alone(request.architecture, waiting) if settings.max_autotune else nullcontext():
+        times = settings.max_autotune or settings.search_launches
+        with device_alone(request.architecture, waiting) if times else nullcontext():
             done, files[program.name] = _compile_program(build, module, program)
         programs.append(done)
         lowered.append(module.sites)
@@ -224,7 +225,7 @@ def inductor_options(
         # programs: 7 of the first 13 seconds of a build on two cores.
         "cpp.vec_isa_ok": None if architecture == CPU else False,
         "max_autotune": settings.max_autotune,
-        "coordinate_descent_tuning": settings.max_autotune,
+        "coordinate_descent_tuning": settings.search_launches,
     }
 
 
