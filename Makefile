@@ -5,7 +5,7 @@ STAMP := .venv/.installed
 JOBS ?= 2
 TORCHREC := torchrec fbgemm-gpu-cpu tensordict pyre-extensions pyvers typing-inspect
 
-.PHONY: venv demo test test-fast test-pythons lint docs release bench clean
+.PHONY: venv demo test coverage test-fast test-pythons lint docs release bench clean
 
 venv: $(STAMP)
 
@@ -34,10 +34,15 @@ demo: venv
 # Both tiers. Workers share the cores, so tests/conftest.py gives each one thread; a file stays with its worker,
 # so that the runs that its tests share are made once.
 test: venv
+	$(BIN)/pytest -n $(JOBS) --dist loadfile
+
+# Both tiers once more, half as long again: lines and branches that no test enters.
+coverage: venv
 	$(BIN)/pytest -n $(JOBS) --dist loadfile --cov --cov-report=term:skip-covered
 
+# Ends with tests that may belong to the other tier: seconds by the clock, twice those of a core that is shared.
 test-fast: venv
-	$(BIN)/pytest -m "not slow" -n $(JOBS) --dist loadfile
+	$(BIN)/pytest -m "not slow" -n $(JOBS) --dist loadfile --durations=10 --durations-min=0.6
 
 # The fast tier on other versions of Python; needs nothing of .venv.
 test-pythons:

@@ -22,6 +22,11 @@ import pytest
 for _variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ.setdefault(_variable, "1")
 
+# Containers often forbid bytecode. Then each worker rewrites every assert anew, and each process of a test
+# compiles the package.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
 # Helpers of tests in several folders.
 sys.path.append(str(Path(__file__).parent / "support"))
 
@@ -62,9 +67,10 @@ THIRD_PARTY_WARNINGS = (
     r"ignore:# The axis name. .* will not be used:UserWarning",
 )
 
-hypothesis.settings.register_profile("fast", max_examples=25, deadline=None)
 # Shared machines make deadlines flaky, and a draw that differs from run to run makes a red CI unrepeatable.
-hypothesis.settings.register_profile("ci", max_examples=100, deadline=None, derandomize=True, database=None)
+_fixed = {"derandomize": True, "database": None} if os.environ.get("CI") else {}
+hypothesis.settings.register_profile("fast", max_examples=25, deadline=None, **_fixed)
+hypothesis.settings.register_profile("ci", max_examples=100, deadline=None, **_fixed)
 hypothesis.settings.register_profile("thorough", max_examples=2000, deadline=None)
 hypothesis.settings.load_profile(
     os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") else "fast")

@@ -40,8 +40,8 @@ fast_tier() {
 import importlib.util, sys
 print(*(name for name in sys.argv[1:] if importlib.util.find_spec(name) is None))" $OPTIONAL)
   echo "== $("$python" -VV), without: ${missing:-nothing}"
-  PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} LOKA_ONNX_EXPECT_NO_SKIP=1 LOKA_ONNX_WITHOUT=$missing \
-    "$python" -m pytest -q -m "not slow" -n "${JOBS:-2}" -p no:cacheprovider
+  PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} LOKA_ONNX_EXPECT_NO_SKIP=1 LOKA_ONNX_WITHOUT=$missing HYPOTHESIS_PROFILE=fast \
+    "$python" -m pytest -q -m "not slow" -n "${JOBS:-2}" --dist loadfile -p no:cacheprovider
 }
 
 if [ $# -gt 0 ]; then

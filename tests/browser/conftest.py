@@ -26,15 +26,11 @@ from loka_onnx.report import ReportData
 _PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
 
 
-IN_THE_FAST_TIER = "test_it_loads_draws_and_fetches_nothing"
-"""The one test here that both tiers run: a page costs a second or two."""
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What opens pages belongs to the full tier."""
+    """Tests that open pages, a second or two each, belong to the full tier."""
     here = Path(__file__).parent
     for item in items:
-        if item.path.parent == here and not item.name.startswith(IN_THE_FAST_TIER):
+        if item.path.parent == here:
             item.add_marker(pytest.mark.slow)
 
 

@@ -13,9 +13,9 @@ SERIOUS = {"serious", "critical"}
     [
         ("report", "light", DESKTOP),
         ("report", "dark", DESKTOP),
-        pytest.param("report", "dark", PHONE, marks=pytest.mark.slow),
-        pytest.param("undecided_report", "light", PHONE, marks=pytest.mark.slow),
-        pytest.param("undecided_report", "dark", DESKTOP, marks=pytest.mark.slow),
+        ("report", "dark", PHONE),
+        ("undecided_report", "light", PHONE),
+        ("undecided_report", "dark", DESKTOP),
     ],
     ids=str,
 )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 _STOP = """() => {
   const element = document.activeElement;
   const box = element.getBoundingClientRect();
@@ -66,7 +64,6 @@ def test_the_tab_key_leads_through_the_page_and_nothing_covers_where_it_is(visit
     opened.check(report)
 
 
-@pytest.mark.slow
 def test_the_head_of_a_table_does_not_cover_what_shift_tab_leads_to(visit, large_report):
     page = visit(large_report).page
     buttons = page.locator("#sites details.table:has(.tools) tbody button.site")
@@ -77,7 +74,6 @@ def test_the_head_of_a_table_does_not_cover_what_shift_tab_leads_to(visit, large
         assert stop(page)["covered"] == []
 
 
-@pytest.mark.slow
 def test_the_heads_of_a_table_that_is_scrolled_to_its_side_are_not_covered(visit, large_report):
     page = visit(large_report, size=(900, 700)).page
     region = page.locator("#sites details.table:has(.tools) .wide")

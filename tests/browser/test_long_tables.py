@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 SITES = "#sites details.table:has(.tools)"
-pytestmark = pytest.mark.slow
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import json
 import sys
 from pathlib import Path
 
-import pytest
 from browser_pages import PHONE, checked_numbers, fits_a_phone
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "integration"))
@@ -14,8 +13,6 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "integration"))
 from synthetic_runs import make_workplace
 
 from loka_onnx.pipeline.run import run
-
-pytestmark = pytest.mark.slow
 
 
 def test_every_number_of_a_real_runs_page_equals_its_report_json(visit, tmp_path: Path) -> None:

@@ -65,15 +65,15 @@ SUBJECTS = {
     "migraphx": ("cpu", "cpu", Precision.FP32, "fp8e4m3fnuz", "fp8e4m3fnuz"),
     "inductor": ("cpu", "cpu", Precision.FP32, "float8_e4m3fn", "float8_e4m3fn"),
 }
-COMPILES = {"inductor"}
-"""Backends that compile C++ for each engine, which takes some 20 s."""
+SLOW = {"inductor", "tensorrt_rtx"}
+"""Backends whose suite takes minutes of C++ compilers, or seconds of a vendor's builder."""
 NEEDS = {"onnxruntime_tensorrt": "needs a GPU"}
 """What a backend that cannot build here lacks, where that is not a package of its name."""
 
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(name, marks=[pytest.mark.slow] * (name in COMPILES)) for name in backend_names()],
+    params=[pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in backend_names()],
 )
 def subject(request: pytest.FixtureRequest) -> Subject:
     backend = get_backend(request.param)

@@ -197,6 +197,7 @@ def test_what_was_not_used_for_longest_goes_first(model: TinyModel, tmp_path: Pa
     assert hits() == [True, False, True, False]
 
 
+@pytest.mark.slow
 def test_nothing_is_kept_at_size_0_nor_of_a_failure_and_remarks_are(model: TinyModel, tmp_path: Path) -> None:
     backend = Fake()
     for _ in range(2):

@@ -156,6 +156,7 @@ def test_every_planned_site_runs_in_integers_and_sums_exactly(format: NumberForm
     assert (np.abs(got - want) > 1e-5 * np.abs(want).max()).any(axis=1).mean() < 0.3
 
 
+@pytest.mark.slow
 @needs_integers
 @pytest.mark.parametrize("format", [UINT8, INT8], ids=str)
 def test_a_bias_beyond_the_range_of_the_sum_is_added_in_fp32(format: NumberFormat, tmp_path: Path) -> None:
@@ -175,12 +176,14 @@ def test_a_bias_beyond_the_range_of_the_sum_is_added_in_fp32(format: NumberForma
     assert close.all(axis=1).mean() > 0.7
 
 
+@pytest.mark.slow
 @needs_integers
 def test_what_is_added_to_a_product_keeps_it_from_no_kernel(tmp_path: Path) -> None:
     body = BODY.replace("r3 = Relu(h3)", "s3 = Add(h3, h3) r3 = Relu(s3)")
     assert plan_of(tmp_path, body=body).build(tmp_path).fallbacks == ()
 
 
+@pytest.mark.slow
 @needs_integers
 def test_what_is_not_fused_is_a_reported_fallback(planned: Planned, tmp_path: Path) -> None:
     engine = plan_of(tmp_path, body=BODY.replace("Relu(h3)", "Clip(h3)")).build(tmp_path)
@@ -203,6 +206,7 @@ SPLIT = """
 """
 
 
+@pytest.mark.slow
 @needs_integers
 def test_products_are_split_in_place_of_their_results(tmp_path: Path) -> None:
     planned = plan_of(tmp_path, body=SPLIT)
@@ -224,6 +228,7 @@ def test_products_are_split_in_place_of_their_results(tmp_path: Path) -> None:
     assert close.all(axis=1).mean() > 0.9
 
 
+@pytest.mark.slow
 @needs_integers
 def test_a_product_in_fp32_says_its_times_and_has_the_values_of_the_plan(
     planned: Planned, tmp_path: Path
@@ -275,7 +280,7 @@ def test_a_zero_point_that_a_format_lacks_is_declined(planned: Planned, tmp_path
     ("name", "architecture"),
     [
         pytest.param("onnxruntime", "cpu", marks=needs_integers),
-        ("inductor", "cpu"),
+        pytest.param("inductor", "cpu", marks=pytest.mark.slow),
         pytest.param("tensorrt_rtx", "sm89", marks=pytest.mark.slow),
     ],
 )

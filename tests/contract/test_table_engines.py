@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import pytest
 from tiny_models import GraphWriter, TinyModel, make_plan, request_for
 
 from loka_onnx.core.engine import EngineArtifact
@@ -52,6 +53,7 @@ def size_of(engine: EngineArtifact, output: Path) -> int:
     return sum(file.stat().st_size for file in model_files(output / engine.path))
 
 
+@pytest.mark.slow
 def test_the_engine_shrinks_and_its_rows_move_by_half_a_step(tmp_path: Path) -> None:
     model = lookup_and_product(tmp_path / "model", quantized=True)
     exact, narrow = (build(model, tmp_path / str(tables), tables) for tables in (0, 1))

@@ -228,6 +228,7 @@ def test_an_fp32_engine_does_not_use_tf32(tmp_path: Path) -> None:
     assert not artifact.fallbacks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("also_in_base", "stored"), [(False, ["fp8_e4m3"]), (True, ["bf16"])], ids=["alone", "shared"]
 )
@@ -305,6 +306,7 @@ def test_the_calls_of_the_timing_cache(tmp_path: Path, capsys: pytest.CaptureFix
     assert "timing cache" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_without_a_driver_an_engine_is_refused_and_the_process_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

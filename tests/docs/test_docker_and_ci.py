@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from synthetic_runs import call
 
 ROOT = Path(__file__).parents[2]
 ACTION = ROOT / "examples" / "github-action"
@@ -60,7 +61,10 @@ def _is_list(text: str) -> bool:
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
-def test_a_dockerfile_keeps_the_rules_and_names_what_exists(path: Path) -> None:
+def test_a_dockerfile_keeps_the_rules_and_names_what_exists(
+    path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
     text = path.read_text(encoding="utf-8")
     assert not broken_rules(text)
     assert "not built" in text, "nobody has"
@@ -69,13 +73,10 @@ def test_a_dockerfile_keeps_the_rules_and_names_what_exists(path: Path) -> None:
     assert set(re.findall(r"loka_onnx-([\d.]+)-py3", text)) == {PROJECT["version"]}
     words = json.loads(dict(instructions(text))["ENTRYPOINT"])
     assert words[0] in PROJECT["scripts"]
-    script = "from loka_onnx.cli.main import main; main()"
     verb = [word for word in words[1:] if word.isalpha()]
-    asked = [sys.executable, "-c", script, *verb, "--help"]
-    shown = subprocess.run(
-        asked, capture_output=True, text=True, check=True, env=os.environ | {"COLUMNS": "200"}
-    )
-    assert all(option in shown.stdout for option in words if option.startswith("--"))
+    shown = call(capsys, *verb, "--help")
+    assert shown.code == 0
+    assert all(option in shown.out for option in words if option.startswith("--"))
 
 
 @pytest.mark.parametrize(
@@ -120,6 +121,7 @@ def write_model(path: Path, weight: float) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("weight", "data", "code", "says"),
     [

@@ -309,6 +309,7 @@ def test_an_empty_directory_of_the_user_stays(place, command):
     refusal(command, place, "--output", place.path / "mine")
 
 
+@pytest.mark.slow
 def test_force_gives_the_earlier_run_back_when_the_new_input_is_wrong(place, command):
     assert command("plan", place.run_file, "--quiet").code == 0
     with_rows(place, d3=put(7, np.nan))

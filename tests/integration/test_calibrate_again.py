@@ -87,6 +87,7 @@ def test_another_confidence_plans_anew(place, command):
     assert all(level is not None and float(level[1]) >= 99.0 for level in levels)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", ["E4M3FNUZ", pytest.param("E5M2", marks=pytest.mark.slow)])
 def test_a_plan_in_another_format_is_built_and_run(fresh, format):
     place = fresh
@@ -108,6 +109,7 @@ def new_rows(place: Workplace, name: str = "new.parquet", seed: int = 2) -> Path
     return place.path / name
 
 
+@pytest.mark.slow
 def test_rows_are_added_to_the_profile_and_later_stages_follow(place, command):
     before, lineage = profile_at(place), (place.output / "run.json").read_text()
     done = command("calibrate", place.run_file, "--update", new_rows(place))

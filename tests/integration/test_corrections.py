@@ -14,6 +14,8 @@ from loka_onnx.core.rewrite import RewriteLogs
 from loka_onnx.errors import CalibrationError
 from loka_onnx.pipeline.run import RunOptions, run
 
+pytestmark = pytest.mark.slow
+
 FP8 = ("fp8-all", "fp8-safe")
 
 
@@ -77,7 +79,6 @@ def test_a_plan_that_cannot_be_simulated_goes_without(copied, monkeypatch):
     assert result.bundle is not None
 
 
-@pytest.mark.slow
 def test_the_run_file_can_leave_them_out(copied):
     copied.write_run_file(plan={"corrections": False})
     reused = resumed(copied)

@@ -70,6 +70,7 @@ def test_rows_of_the_same_distribution_end_with_0(ready, command, tmp_path):
     assert [o.budget for o in report.outputs] == [0.01, 0.01, 0.01]
 
 
+@pytest.mark.slow
 def test_a_doubled_feature_ends_with_3_and_its_name(ready, command, tmp_path):
     done = drift(command, ready.profile, ready.moved, "--json", tmp_path / "drift.json")
     assert done.code == 3

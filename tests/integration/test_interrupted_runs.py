@@ -17,8 +17,9 @@ from loka_onnx.errors import OutputError
 from loka_onnx.pipeline.directory import Outcome, locked
 from loka_onnx.pipeline.run import RunOptions, Stage, run
 
+pytestmark = pytest.mark.slow
 
-@pytest.mark.slow
+
 def test_a_run_that_is_killed_resumes_to_the_same_results(place, finished):
     moments = random.Random(0)
     after = []
@@ -35,7 +36,6 @@ def test_a_run_that_is_killed_resumes_to_the_same_results(place, finished):
     assert not [path for path in place.output.rglob("*") if "building-" in path.name], after
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_an_interrupted_build_is_cleaned_up(place, number, code):
     # Another test may have built the same engines: an engine from the cache is not interrupted.

@@ -27,6 +27,8 @@ from loka_onnx.pipeline import judging
 from loka_onnx.pipeline.judging import Judging
 from loka_onnx.pipeline.run import RunOptions, Stage, run
 
+pytestmark = pytest.mark.slow
+
 BUDGET = 0.02
 OUTPUTS = [{**output, "budget": BUDGET} for output in RUN_VALUES["outputs"]]
 
@@ -71,7 +73,6 @@ def fast_in_fp8(self: Judging, engines: Sequence[EngineArtifact]) -> Interleaved
     return Interleaved(found, {})
 
 
-@pytest.mark.slow
 def test_a_miss_on_certification_goes_one_rung_back(tmp_path, monkeypatch):
     """The first plan is held to a budget on certification that nothing in FP8 is inside of."""
 
@@ -115,7 +116,6 @@ def test_a_miss_on_certification_goes_one_rung_back(tmp_path, monkeypatch):
     assert stages["attempt 2"] and all(stages.values())
 
 
-@pytest.mark.slow
 def test_fp16_where_the_rows_show_that_it_fits(tmp_path, finished):
     place = make_workplace(tmp_path / "place")
     settings = {"rows": 1000, "draws": 1}

@@ -251,6 +251,7 @@ def test_doctor_tells_what_to_expect_and_leaves_nothing(place: Workplace, comman
     assert "about" in command("doctor", place.run_file).out
 
 
+@pytest.mark.slow
 def test_too_few_rows_for_a_budget_are_told(place: Workplace, command: Command):
     output(budget=0.00001)(place)
     few = json.loads(command("doctor", place.run_file, "--json").out)["outlook"]["advice"]
@@ -258,6 +259,7 @@ def test_too_few_rows_for_a_budget_are_told(place: Workplace, command: Command):
     assert "certification rows" in command("export", place.run_file).err + command("plan", place.run_file).err
 
 
+@pytest.mark.slow
 def test_a_target_without_an_engine_ends_the_run_before_evaluation(place: Workplace, command: Command):
     run_file(build={"jobs": False}, plan={"plans": ["fp32"]}, targets=[NOWHERE])(place)
     done = command("run", place.run_file)

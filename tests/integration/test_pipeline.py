@@ -147,6 +147,7 @@ def test_bundle_answers_like_the_model(finished):
     np.testing.assert_allclose(answer["cvr"], expit(expected[:, 1]), atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("least", "most"), [(300, 512), (1, 8)])
 def test_engines_for_large_or_small_batches_only(place, least, most):
     """The rows that builds begin with, and those of a bundle's sample, are batches that engines take."""
@@ -256,6 +257,7 @@ def test_force_starts_over(copied):
     assert sorted(path.name for path in place.output.iterdir()) == ["model", "notes.txt", "run.json"]
 
 
+@pytest.mark.slow
 def test_require_fp8(copied, command):
     done = command("run", copied.run_file, "--resume", "--quiet", "--require-fp8")
     assert done.code == 0, done.err
@@ -273,6 +275,7 @@ def test_require_fp8(copied, command):
 # Signing ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_run_signs_its_bundle(tmp_path, command):
     place = make_workplace(tmp_path / "place")
     ours, others = (write_key_pair(tmp_path / "keys", name) for name in ("ours", "others"))

@@ -34,6 +34,8 @@ from loka_onnx.transforms.precision.apply_plan import PlanForm, apply_plan
 pytest.importorskip("torch", reason="needs torch")
 ort = pytest.importorskip("onnxruntime")
 
+pytestmark = pytest.mark.slow
+
 RECIPES = (PER_TENSOR, PER_CHANNEL_WEIGHT)
 AGREEMENT = 1e-5
 """Seen: 6e-8 to 6e-6 on rows without a flipped tie, at outputs of order 0.1."""
@@ -106,7 +108,7 @@ def exposing(model: onnx.ModelProto, tensors: list[str]) -> onnx.ModelProto:
 
 @pytest.mark.parametrize(
     "recipe",
-    [PER_TENSOR, pytest.param(PER_CHANNEL_WEIGHT, marks=pytest.mark.slow)],
+    [PER_TENSOR, PER_CHANNEL_WEIGHT],
     ids=lambda recipe: str(recipe.weight),
 )
 @pytest.mark.parametrize("name", EACH_MODEL)
@@ -154,7 +156,7 @@ def assert_first_flip_is_a_tie(
     raise AssertionError(f"row {row} deviates, and no activation was quantized differently")
 
 
-@pytest.mark.parametrize("name", [pytest.param("wukong", marks=pytest.mark.slow), "dcnv2"])
+@pytest.mark.parametrize("name", ["wukong", "dcnv2"])
 def test_full_optimization_is_a_trap_for_fp8_graphs(name, scratch):
     """Why `OnnxSession` loads FP8 graphs at BASIC only, whatever it is asked."""
     case = planned(name, PER_TENSOR, scratch)

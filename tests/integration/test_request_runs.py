@@ -158,6 +158,7 @@ def test_a_request_without_its_users_is_refused(shared):
         engine.infer(request)
 
 
+@pytest.mark.slow
 def test_where_every_input_is_shared_engines_stay_plain_and_requests_work(tmp_path):
     result = run(workplace(tmp_path, column="row", inputs=["user", "item"]).run_file)
     users = serde.read(SharedUsers, result.directory / "model/request.json")

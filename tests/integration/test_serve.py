@@ -256,6 +256,7 @@ def test_python_as_documented(server, engine, capsys):
     assert capsys.readouterr().out == f"{engine.infer(inputs)['ctr']}\n"
 
 
+@pytest.mark.slow
 def test_a_signal_ends_it_once_its_requests_are_answered(bundle, tmp_path):
     found: list[int] = []
     with served(bundle, "--name", "my ranker") as server:
@@ -281,6 +282,7 @@ def test_a_signal_ends_it_once_its_requests_are_answered(bundle, tmp_path):
     assert found, "no new connection is taken meanwhile"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("times", [1, 2])
 def test_ctrl_c_ends_it_at_once_and_without_a_traceback(bundle, times):
     """A body that stands still has a second, and a second Ctrl-C changes nothing."""
@@ -301,6 +303,7 @@ def test_ctrl_c_ends_it_at_once_and_without_a_traceback(bundle, times):
         process.kill()
 
 
+@pytest.mark.slow
 def test_what_cannot_be_served_is_said_in_one_message(bundle, server, tmp_path):
     port = server.host.rpartition(":")[2]
 

@@ -33,6 +33,8 @@ from loka_onnx.data import SplitRule, split_file
 from loka_onnx.report import ReportData
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
 
+pytestmark = pytest.mark.slow
+
 NO_LABELS = "KL over the mean entropy, no labels: the labelled first-order term is not seen"
 TIGHT, WIDE = 1e-7, 0.05
 """Far below what FP8 costs this model, and far above."""
@@ -197,7 +199,6 @@ def test_slices_are_in_the_report_and_do_not_enter_the_choice(unlabelled):
     assert "Slices do not enter the choice." in text
 
 
-@pytest.mark.slow
 def test_other_slices_cost_an_evaluation_and_no_calibration(unlabelled, tmp_path):
     place = Workplace(tmp_path / "copy")
     shutil.copytree(unlabelled.place.path, place.path)

@@ -27,6 +27,8 @@ from loka_onnx.graph import storage
 from loka_onnx.pipeline.run import RunOptions, RunResult, Stage, run
 from loka_onnx.sessions.model_files import data_locations
 
+pytestmark = pytest.mark.slow
+
 Array = np.ndarray[Any, Any]
 FP32 = {"plans": ["fp32"]}
 CUT = {"split_sparse": True}
@@ -184,7 +186,6 @@ def write_ranker_that_reads_ids(path: Path) -> None:
     onnx.save(model, path)
 
 
-@pytest.mark.slow
 def test_a_run_may_change_its_mind(cut, tmp_path):
     """Nothing of a cut is left where it is not asked for."""
     place = Workplace(Path(shutil.copytree(cut.directory.parents[1], tmp_path / "work")))
@@ -204,7 +205,6 @@ def test_a_run_may_change_its_mind(cut, tmp_path):
 # Pooled bags, tables outside the model --------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_tables_outside_the_model_are_in_the_bundle_once(tmp_path, monkeypatch):
     monkeypatch.setattr(storage, "TABLE_LIMIT_BYTES", 0)
     place = make_workplace(tmp_path / "work")
@@ -269,7 +269,6 @@ def zoo_workplace(path: Path, is_cut: bool) -> Path:
     )
 
 
-@pytest.mark.slow
 def test_the_zoo_is_cut_for_both_backends(tmp_path, command):
     pytest.importorskip("tensorrt_rtx", reason="needs tensorrt_rtx")
     cut_run = run(zoo_workplace(tmp_path / "cut", True))

@@ -13,6 +13,8 @@ from synthetic_runs import finish, make_workplace, start
 from loka_onnx.bundle.format.files import verify_bundle
 from loka_onnx.core.manifest import Need, Requirement
 
+pytestmark = pytest.mark.slow
+
 FOLDER = Path(__file__).with_name("toy_backend")
 LOAD = """
 import sys
@@ -37,7 +39,6 @@ def test_a_package_that_does_not_import_costs_doctor_nothing(tmp_path):
     assert "no_such_module" in done.out and "inductor" in done.out
 
 
-@pytest.mark.slow
 def test_a_run_builds_judges_ships_and_loads_engines_of_a_foreign_backend(tmp_path):
     place = make_workplace(tmp_path / "place")
     place.write_run_file(

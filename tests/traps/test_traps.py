@@ -13,7 +13,7 @@ from trap_runs import pass_through, rows_of
 from loka_onnx.pipeline.run import Stage
 
 LIMIT_SECONDS = 30.0
-FAST = ("gru-over-some-rows", "sequence-in-a-loop", "softmax-over-rows")
+FAST = ("gru-over-some-rows", "softmax-over-rows")
 """Those of the fast tier: one that goes through, one that does not."""
 TO_THE_END = ("fp16", "inputs-", "names-not-ascii", "output-", "sequence-between", "width-")
 """Traps whose ends are unusual go on into a bundle."""

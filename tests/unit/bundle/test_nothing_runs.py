@@ -110,6 +110,7 @@ print("nothing ran")
 """
 
 
+@pytest.mark.slow
 def test_no_audit_event_of_unpickling_or_running_is_raised(sample, attack, tmp_path):
     good = write_bundle(sample.contents, tmp_path / "good")
     for number, bundle in enumerate((attack, good)):

@@ -19,6 +19,8 @@ from moto.core.botocore_stubber import BotocoreStubber
 from loka_onnx.bundle.registry import TransferOptions, list_names, pull_bundle, push_bundle
 from loka_onnx.errors import BundleInvalid
 
+pytestmark = pytest.mark.slow
+
 _LOCK = threading.Lock()
 
 

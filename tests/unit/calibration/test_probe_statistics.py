@@ -93,6 +93,7 @@ def squares(values: Any) -> float:
     return float(np.square(values).sum())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EACH_MODEL)
 def test_ranges_and_errors_of_both_passes(name, tmp_path):
     """Batches of 512, 512 and 476 rows, against what the same session computes inside."""

@@ -68,6 +68,7 @@ def test_the_exact_model_is_run_once(measure, monkeypatch):
     assert sorted(runs) == [0, *[1] * (1 + 2 * 4), 2, 2]
 
 
+@pytest.mark.slow
 def test_rows_are_added_to_every_format(measure, tmp_path):
     first, second = measure(), measure(seed=2)
     subject = ProfiledModel(artifact_of(tmp_path), (LOGIT,))

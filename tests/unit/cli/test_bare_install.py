@@ -48,6 +48,7 @@ def bare(*arguments: str) -> subprocess.CompletedProcess[str]:
     return python(f"{BLOCK}\nfrom loka_onnx.cli.main import main\nmain({list(arguments)!r})")
 
 
+@pytest.mark.slow
 def test_every_module_imports() -> None:
     done = python(BLOCK + IMPORT_ALL)
     assert done.returncode == 0, done.stderr
@@ -58,6 +59,7 @@ def test_every_module_imports() -> None:
     assert declared == set(), "what is needed without building imports no compiler"
 
 
+@pytest.mark.slow
 def test_doctor_says_what_is_missing() -> None:
     done = bare("doctor")
     assert (done.returncode, done.stderr) == (0, "")

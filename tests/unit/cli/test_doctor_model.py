@@ -40,6 +40,7 @@ def told(capsys: pytest.CaptureFixture[str], model: Path) -> str:
     return capsys.readouterr().out.partition("\nModel ")[2]
 
 
+@pytest.mark.slow
 def test_no_problem_is_all_that_the_file_alone_can_show(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -19,6 +19,7 @@ from loka_onnx.graph.storage import replacing
 COMMAND = [sys.executable, "-c", "from loka_onnx.cli import command; command()"]
 
 
+@pytest.mark.slow
 def test_an_output_that_is_full_is_an_error_and_no_traceback() -> None:
     for arguments in (["--version"], ["schema", "run"]):
         with Path("/dev/full").open("w") as full:
@@ -30,6 +31,7 @@ def test_an_output_that_is_full_is_an_error_and_no_traceback() -> None:
         assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("delay", [0.05, 0.15, 0.4])
 def test_ctrl_c_while_modules_are_imported_leaves_no_traceback(delay: float, tmp_path: Path) -> None:
     started = tmp_path / "started"

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 CONFTEST = Path(__file__).parents[2] / "conftest.py"
 SUITE = """
 import warnings
@@ -46,7 +48,7 @@ def run_suite(
     )
 
 
-@pytest.mark.parametrize("options", [(), pytest.param(("-n", "1"), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("options", [(), ("-n", "1")])
 def test_an_unexpected_skip_fails_the_run(tmp_path, options):
     result = run_suite(tmp_path, SUITE + LATER, *options, LOKA_ONNX_EXPECT_NO_SKIP="1")
     assert result.returncode == 1, result.stdout + result.stderr
@@ -60,7 +62,6 @@ def test_expected_skips_pass_and_are_printed(tmp_path):
     assert "needs a GPU with FP8" in result.stdout
 
 
-@pytest.mark.slow
 def test_a_skipped_module_counts(tmp_path):
     suite = 'import pytest\npytest.importorskip("no_such_package")\n'
     result = run_suite(tmp_path, suite, LOKA_ONNX_EXPECT_NO_SKIP="1")

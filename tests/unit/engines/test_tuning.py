@@ -231,6 +231,7 @@ def test_no_weight_is_left_in_the_cache_when_a_graph_begins_again(least: int) ->
     assert left_in_a_cache([call % 7 for call in range(10)], 9_600_000) == 3
 
 
+@pytest.mark.slow
 def test_the_cast_is_compiled_for_each_length_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever their number, as on an accelerator."""
 

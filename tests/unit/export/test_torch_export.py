@@ -44,6 +44,7 @@ class Ranker(nn.Module):
         return both[:, 0], both[:, 1]
 
 
+@pytest.mark.slow
 def test_parity_is_measured_and_the_batch_is_dynamic(tmp_path):
     module = Ranker()
     artifact = export_torch(module, ROWS, tmp_path / "model.onnx", outputs("click", "buy"))
@@ -70,6 +71,7 @@ def test_parity_is_measured_and_the_batch_is_dynamic(tmp_path):
             np.testing.assert_allclose(got[name], tensor.numpy(), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_parity_is_the_difference_to_the_module(tmp_path, monkeypatch):
     """A session that is off by 1e-5 on one row of one output."""
     module = Ranker()
@@ -103,6 +105,7 @@ class Linear(nn.Module):
 DENSE = {"dense": ROWS["dense"]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("made", "names", "code", "evidence"),
     [
@@ -121,6 +124,7 @@ def test_modules_that_cannot_be_exported_are_refused(made, names, code, evidence
     assert not target.exists()
 
 
+@pytest.mark.slow
 def test_one_row_is_too_few_and_a_module_without_products_has_no_sites(tmp_path):
     one = {"dense": ROWS["dense"][:1]}
     with pytest.raises(InternalError, match="needs at least 2 example rows"):

@@ -23,6 +23,8 @@ from kernel_cases import ENDS, FP8, Draw, Product, heads_of_one_product, interac
 
 from loka_onnx.engines.inductor.kernels import triton_attention, triton_concats, triton_norms, triton_product  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 HALF = torch.float16
 DRAW = Draw(HALF, "cpu")
 ULP = 2.0**-10

@@ -114,7 +114,7 @@ def on_users(graph: onnx.GraphProto, *shared: str) -> set[str]:
 
 
 @given(st.integers(0, 2**32 - 1), st.sampled_from(["x", "ids"]))
-@settings(max_examples=8)
+@settings(max_examples=3)
 def test_random_rankers_answer_alike(seed: int, shared: str) -> None:
     answers_alike(RandomGraph(seed).model(), (shared,), tolerance=0.05, in_double=True)
 
@@ -261,6 +261,7 @@ def test_a_graph_without_a_request_form_is_declined_with_the_reason(
     assert isinstance(declined, Declined) and declined.reason
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["dlrm", "dcnv2", "wukong", "interformer"])
 def test_models_of_the_zoo_answer_alike(name: str, tmp_path: Path) -> None:
     pytest.importorskip("torch", reason="needs torch: the zoo's models are exported")
