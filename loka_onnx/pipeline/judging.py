@@ -128,11 +128,20 @@ class Judging:
         return evaluations
 
     def open_engine(self, engine: EngineArtifact, stack: ExitStack) -> Run:
-        """Load an engine until the stack closes; its inputs are the model's, in batches of any size."""
+        """Load an engine until the stack closes; its inputs are the model's, in batches of any size.
+
+        An ONNX session shares no operator of a batch between threads, and runs several batches instead.
+        """
         runner = stack.enter_context(self.open_alone(engine))
+        is_streamed = isinstance(runner, OnnxSession)
+        if is_streamed:
+            runner.close()
+            place = self.context.directory.path / (engine.path or Path())
+            runner = stack.enter_context(OnnxSession(place, SessionOptions(threads=1)))
         if engine.part is Part.DENSE:
             runner = SplitRunner(stack.enter_context(self.open_lookup()), runner)
-        return padded(runner.run, self.context.config.batch.min)
+        run = padded(runner.run, self.context.config.batch.min)
+        return self.context.in_streams(run) if is_streamed else run
 
     def open_alone(self, engine: EngineArtifact) -> Runner:
         """Load an engine without the lookup before it."""
