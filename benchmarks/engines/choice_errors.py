@@ -38,7 +38,7 @@ from benchmarks.recording import write_record
 from loka_onnx.core.evaluation import Latency
 from loka_onnx.evaluation.latency import from_host, measure_interleaved, over_loads
 from loka_onnx.pipeline.judging import PER_LOAD
-from loka_onnx.planning.choice import NOISE
+from loka_onnx.planning.choice import MARGIN, NOISE
 from loka_onnx.planning.speed import FIRST_LOADS, LOADS, LOOKS_APART, MOST_LOADS, Speed, contenders, rivals
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
 
@@ -100,7 +100,7 @@ def contest(
 
     known = {name: timed(index, FIRST_LOADS) for index, name in enumerate(names)}
     for more, apart in ((LOADS, 0.0), (MOST_LOADS, LOOKS_APART)):
-        close = contenders({n: t for n, t in known.items() if _has_all(t, more)}, NOISE, apart)
+        close = contenders({n: t for n, t in known.items() if _has_all(t, more)}, NOISE, MARGIN, apart)
         known |= {name: timed(index, more) for index, name in enumerate(names) if name in close}
     loads = sum(len(items[0].loads_us) for items in known.values())
     return (*told_apart(known, names[0]), loads)
@@ -178,7 +178,7 @@ def real_pair(path: Path) -> tuple[bool, dict[str, list[float]]]:
     for index in range(MOST_LOADS):
         least = {FIRST_LOADS: 0.0, LOADS: LOOKS_APART}.get(index)
         known = {name: over_loads(each) for name, each in loads.items()}
-        if least is not None and not contenders(known, NOISE, least):
+        if least is not None and not contenders(known, NOISE, MARGIN, least):
             break
         with ExitStack() as stack:
             names = ("b", "a") if index % 2 else ("a", "b")

@@ -11,10 +11,23 @@ import numpy.typing as npt
 
 from loka_onnx.data import Batch
 from loka_onnx.errors import DataError, EvaluationError
+from loka_onnx.sessions.runner import map_in_order
 
 Array = npt.NDArray[Any]
 Run = Callable[[Mapping[str, Array]], Mapping[str, Array]]
 """Runs one batch: model inputs by name, the batch on axis 0, to outputs by name."""
+
+
+@dataclass(frozen=True)
+class Streams:
+    """A function that may run so many batches at once: a session of one thread each time."""
+
+    run: Run
+    count: int
+
+    def __call__(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
+        """Run one batch."""
+        return self.run(inputs)
 
 
 def padded(run: Run, least: int) -> Run:
@@ -54,7 +67,7 @@ def predict(
     columns: tuple[str, ...] = (),
     progress: Callable[[int], None] | None = None,
 ) -> Predictions:
-    """Run an engine over every batch, one at a time, and keep the named outputs and columns.
+    """Run an engine over every batch, one at a time or in `Streams`, and keep the named outputs and columns.
 
     Outputs are copied, because an engine may reuse its buffers. Trailing axes of length 1 are dropped.
     `progress` is called after each batch with the number of rows done. Raises EvaluationError for an output
@@ -63,9 +76,15 @@ def predict(
     kept_outputs: dict[str, list[Array]] = {name: [] for name in outputs}
     kept_columns: dict[str, list[Array]] = {name: [] for name in columns}
     done = 0
-    for batch in batches:
+
+    def answered(batch: Batch) -> tuple[Batch, Mapping[str, Array]]:
+        return batch, run(batch.inputs)
+
+    streams = run.count if isinstance(run, Streams) else 0
+    # Engines of one stream may belong to this thread.
+    answers = map_in_order(answered, batches, streams) if streams else map(answered, batches)
+    for batch, values in answers:
         rows = batch.rows
-        values = run(batch.inputs)
         for name, parts in kept_outputs.items():
             parts.append(_output(values, name, rows))
             if parts[-1].shape[1:] != parts[0].shape[1:]:

@@ -15,6 +15,7 @@ from loka_onnx.core.artifact import ModelArtifact, OutputSpec
 from loka_onnx.core.progress import Progress, silent
 from loka_onnx.data import Dataset, InputBinding, Splits, open_dataset
 from loka_onnx.evaluation.engines import REQUEST_ROWS, Reference, Split, predict_reference
+from loka_onnx.evaluation.predictions import Run, Streams
 from loka_onnx.graph.id_bounds import id_bounds
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.numerics.intervals import CONFIDENCE
@@ -22,7 +23,7 @@ from loka_onnx.pipeline.directory import RunDirectory
 from loka_onnx.pipeline.rows import Requests, bind_columns, bounded_by, open_splits
 from loka_onnx.planning.climbing import SHARES
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
-from loka_onnx.sessions.runner import Arrays
+from loka_onnx.sessions.runner import Arrays, stream_count
 
 CHECK_ROWS = 2048
 """Rows of the calibration split that mods and export parity are held against."""
@@ -113,9 +114,14 @@ class Context(RunSettings):
         """Model inputs of the first calibration rows."""
         return dict(next(self.splits.calibration.batches(rows)).inputs)
 
-    def open_exported(self) -> OnnxSession:
-        """Open the exported model."""
-        return OnnxSession(self.exported.path, SessionOptions(threads=self.threads))
+    def open_exported(self, threads: int | None = None) -> OnnxSession:
+        """Open the exported model; with the threads of the run where none are given."""
+        threads = self.threads if threads is None else threads
+        return OnnxSession(self.exported.path, SessionOptions(threads=threads))
+
+    def in_streams(self, run: Run) -> Streams:
+        """A session of one thread, run on as many batches at once as the run has threads."""
+        return Streams(run, stream_count(self.threads))
 
     def read_columns(
         self, data: Dataset, names: tuple[str, ...], most: int | None = None
@@ -151,8 +157,9 @@ class Context(RunSettings):
     def reference(self, split: Split, progress: Progress | None = None) -> Reference:
         """Outputs of the exported model on a split; predicted once."""
         if split.name not in self._references:
-            run, progress = self.open_exported().run, progress or self.progress
-            self._references[split.name] = predict_reference(split, run, self.specs, progress)
+            run = self.in_streams(self.open_exported(threads=1).run)
+            known = predict_reference(split, run, self.specs, progress or self.progress)
+            self._references[split.name] = known
         return self._references[split.name]
 
     def _judged(self, name: str) -> Split:

@@ -61,14 +61,14 @@ def simulate(
     means: tuple[Mapping[str, float], Mapping[str, float]],
     task: str,
 ) -> Simulated:
-    """Run a simulated plan on a split.
+    """Run a simulated plan on a split; `run` is of a session of one thread.
 
     `scores` names the score of each output; constants restore the first of both mean scores, by output: that
     of the FP32 model and that of the plan.
     """
     exact, ours = means
     predictions = predict(
-        run,
+        context.in_streams(run),
         split.batches(),
         output_names(context.specs, scores),
         progress=lambda done: context.progress(task, done, split.rows),
@@ -128,7 +128,7 @@ class Correcting:
         if self.most is None:
             return self.context.reference(self.context.selection)
         # Fewer rows than a run takes need a reference of their own.
-        run = self.context.open_exported().run
+        run = self.context.in_streams(self.context.open_exported(threads=1).run)
         return predict_reference(self.selection, run, self.context.specs, self.context.progress)
 
     def _why_hopeless(self, plan: PrecisionPlan) -> str:
@@ -168,7 +168,7 @@ class Correcting:
         scores = expose_scores(graph, {spec.name: spec.kind for spec in context.specs})
         exposed = path.with_suffix(".scores.onnx")
         graph.save(exposed)
-        run = OnnxSession(exposed, SessionOptions(threads=context.threads)).run
+        run = OnnxSession(exposed, SessionOptions(threads=1)).run
         both = (fit.exact.scores, means.scores)
         return means, simulate(context, run, self.selection, scores, both, f"{plan.id} {how}")
 

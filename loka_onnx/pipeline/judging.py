@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import cached_property, partial
 from itertools import count
+from math import inf
 from pathlib import Path
 
 from loka_onnx.core.engine import BuildStatus, EngineArtifact, EngineSet
 from loka_onnx.core.evaluation import Evaluation, EvaluationSet, Latency
+from loka_onnx.core.plan import EIGHT_BITS
 from loka_onnx.core.progress import Joined
 from loka_onnx.core.rewrite import ModelSplit, Part, SharedUsers
 from loka_onnx.engines.device_lock import device_alone
@@ -40,8 +42,8 @@ from loka_onnx.sessions.host_devices import device_of_architecture, is_target
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
 from loka_onnx.sessions.runner import Arrays, Runner, SplitRunner, to_users
 
-PER_LOAD = LatencyOptions(warmup=4, min_repeats=5, max_repeats=40, max_seconds=1.0 / LOADS)
-"""Limits of timing one engine at one batch size in one load; one second over all loads."""
+PER_LOAD = LatencyOptions(warmup=3, min_repeats=3, max_repeats=30, max_seconds=0.6 / LOADS)
+"""Limits of timing one engine at one batch size in one load; 0.6 seconds over the first `LOADS`."""
 EVALUATE = Stage("evaluate", "evaluation.json", EvaluationSet)
 JOB_TIMED_BYTES = 1 << 26
 """Most bytes of the generated rows that a build job carries for latencies; rows repeat beyond."""
@@ -98,10 +100,11 @@ class Judging:
         self, engines: Sequence[EngineArtifact], number: int, known: EvaluationSet | None = None
     ) -> tuple[Evaluation, ...]:
         """Judge the reference and engines on selection and an attempt's certification, with latencies."""
-        timed = self.time_engines(engines)
-        timed.latencies.update(self.elsewhere.latencies(engines))
         splits = (self.context.selection, self.context.attempt(number))
-        judged = (evaluation for split in splits for evaluation in self.judge(split, engines, known))
+        judged = [evaluation for split in splits for evaluation in self.judge(split, engines, known)]
+        beyond = {e.engine for e in judged if e.split == splits[0].name and not e.is_within_budget}
+        timed = self.time_engines(engines, beyond)
+        timed.latencies.update(self.elsewhere.latencies(engines))
         return tuple(with_latencies(evaluation, timed) for evaluation in judged)
 
     def judge(
@@ -125,11 +128,20 @@ class Judging:
         return evaluations
 
     def open_engine(self, engine: EngineArtifact, stack: ExitStack) -> Run:
-        """Load an engine until the stack closes; its inputs are the model's, in batches of any size."""
+        """Load an engine until the stack closes; its inputs are the model's, in batches of any size.
+
+        An ONNX session shares no operator of a batch between threads, and runs several batches instead.
+        """
         runner = stack.enter_context(self.open_alone(engine))
+        is_streamed = isinstance(runner, OnnxSession)
+        if is_streamed:
+            runner.close()
+            place = self.context.directory.path / (engine.path or Path())
+            runner = stack.enter_context(OnnxSession(place, SessionOptions(threads=1)))
         if engine.part is Part.DENSE:
             runner = SplitRunner(stack.enter_context(self.open_lookup()), runner)
-        return padded(runner.run, self.context.config.batch.min)
+        run = padded(runner.run, self.context.config.batch.min)
+        return self.context.in_streams(run) if is_streamed else run
 
     def open_alone(self, engine: EngineArtifact) -> Runner:
         """Load an engine without the lookup before it."""
@@ -158,14 +170,16 @@ class Judging:
         looked_up = self.open_lookup().run(inputs)
         return {**{name: inputs[name] for name in self.split.halves.passed}, **looked_up}
 
-    def time_engines(self, engines: Sequence[EngineArtifact]) -> Interleaved:
+    def time_engines(self, engines: Sequence[EngineArtifact], beyond: Collection[str] = ()) -> Interleaved:
         """Measure the latency of every engine that runs here, in turns with the others of its kind.
 
         Where the model was cut, each engine is timed alone, on looked-up rows, and the lookup beside them.
-        On another device of the target's architecture it is timed as well, and that does not count. Failures
-        are of engines that do not open or fail, or whose lookup does.
+        On another device of the target's architecture it is timed as well, and that does not count. Engines
+        `beyond` the budget cannot be chosen, and get no further loads. Failures are of engines that do not
+        open or fail, or whose lookup does.
         """
-        ready = [e for e in engines if e.status is BuildStatus.READY]
+        # The most exact first: a tie is theirs.
+        ready = sorted((e for e in engines if e.status is BuildStatus.READY), key=_eight_bit_sites)
         kinds = sorted({_kind(e) for e in ready}, key=str)
         sizes, done = len(kinds) * FIRST_LOADS * len(self.context.config.batch.serve), count(1)
         progress = self.context.progress
@@ -173,15 +187,17 @@ class Judging:
         progress("latency", 0, sizes)
         found = Interleaved({}, {})
         for kind in kinds:
-            timed = self._time_kind([e for e in ready if _kind(e) == kind], kind, options)
+            timed = self._time_kind([e for e in ready if _kind(e) == kind], kind, options, beyond)
             found.latencies.update(beside_lookup(timed.latencies))
             found.failures.update(timed.failures)
         return found
 
     def _time_kind(
-        self, engines: Sequence[EngineArtifact], kind: _Kind, options: LatencyOptions
+        self, engines: Sequence[EngineArtifact], kind: _Kind, options: LatencyOptions, beyond: Collection[str]
     ) -> Interleaved:
-        """Time all engines in the first loads, and then those that may still be the fastest."""
+        """Time all engines in the first loads, and then those between which the choice is open."""
+        serving = self.context.config.serving
+        margin = serving.margin if serving.by_batch else inf
         loads: dict[str, list[tuple[Latency, ...]]] = {}
         failures: dict[str, str] = {}
         left = list(engines)
@@ -189,8 +205,8 @@ class Judging:
             for index in range(MOST_LOADS if kind.counts else FIRST_LOADS):
                 if index in {FIRST_LOADS, LOADS}:
                     known = {name: over_loads(each) for name, each in loads.items() if name != LOOKUP}
-                    able = {engine.id: known[engine.id] for engine in left}
-                    close = contenders(able, NOISE, LOOKS_APART if index == LOADS else 0.0)
+                    able = {engine.id: known[engine.id] for engine in left if engine.id not in beyond}
+                    close = contenders(able, NOISE, margin, LOOKS_APART if index == LOADS else 0.0)
                     left = [engine for engine in left if engine.id in close]
                 if not left:
                     break
@@ -291,6 +307,10 @@ class _Kind:
     def counts(self) -> bool:
         """The latency is that of the target: its own device, nothing simulated."""
         return self.is_target and not self.is_simulated
+
+
+def _eight_bit_sites(engine: EngineArtifact) -> int:
+    return sum(site.planned in EIGHT_BITS for site in engine.sites)
 
 
 def _kind(engine: EngineArtifact) -> _Kind:

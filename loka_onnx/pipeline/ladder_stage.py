@@ -196,7 +196,7 @@ class Climbing:
             if site.name in start.plan.quantized_sites and (recipe := recipes[site.name]) is not None
         ]
         file = write_switchable(graph, switches, self.profile.scales, path, biases=biases)
-        return _Rungs(file.open(self.context.threads), scores, exact)
+        return _Rungs(file.open(), scores, exact)
 
     def _judge(self, rungs: _Rungs, rung: Collection[str]) -> Judged:
         context, split, specs = self.context, self.context.selection, self.context.specs

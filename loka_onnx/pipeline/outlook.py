@@ -31,7 +31,8 @@ from loka_onnx.pipeline.context import CHECK_ROWS, Context
 from loka_onnx.pipeline.correcting import FITTED_ROWS
 from loka_onnx.pipeline.judging import PER_LOAD
 from loka_onnx.pipeline.plans import buildable, competing_plans, planned_recipes
-from loka_onnx.planning.speed import LOADS
+from loka_onnx.planning.speed import FIRST_LOADS
+from loka_onnx.sessions.runner import stream_count
 
 ROWS, REQUEST = 4096, 256
 """Most rows of the trial, and of one of its requests, which lie at even distances in the split."""
@@ -110,7 +111,7 @@ def _tried(context: Context) -> Trial:
     model, specs = context.exported, context.specs
     sites, recipe = tuple(s for s in model.sites if s.is_fp8_able), planned_recipes(context.config)[0]
     split = replace(context.selection, slices=(), most=REQUEST)
-    exact = context.open_exported().run
+    exact = context.open_exported(threads=1).run
     _, first = _timed(context, split, exact)
     split = replace(split, most=max(split.batch_size, min(ROWS, int(PASS_SECONDS / first))))
     with TemporaryDirectory(prefix=".trial-", dir=model.path.parent) as folder:
@@ -119,14 +120,15 @@ def _tried(context: Context) -> Trial:
         scales = scales_of(probe.ranges(scratch), [recipe])
         switches = [Switch(site, recipe) for site in sites]
         file = write_switchable(GraphModel.load(model.path), switches, scales, scratch / "low.onnx")
-        low = partial(file.open(context.threads).run, on=file.sites)
+        low = partial(file.open().run, on=file.sites)
     runs: tuple[Run, Run] = (exact, low)
     # A session allocates in its first pass.
     (known, exact_seconds), (moved, low_seconds) = (
         [_timed(context, split, run) for _ in range(2)][1] for run in runs
     )
     largest = max(context.config.batch.serve)
-    _, large_seconds = _timed(context, replace(split, batch_size=largest, most=largest), exact)
+    served = context.open_exported().run
+    _, large_seconds = _timed(context, replace(split, batch_size=largest, most=largest), served)
     units = Units.of(known.columns, split.group)
     judged = evaluate_outputs(known.outputs, moved.outputs, known.columns, specs, units)
     halves = {o.output: (d.judged.upper - d.judged.lower) / 2 for o in judged if (d := o.difference)}
@@ -152,26 +154,28 @@ def _seconds(context: Context, trial: Trial) -> dict[str, float]:
     exact, low, busy = trial.exact_seconds, trial.low_seconds, trial.busy
     fitting = min(calibration, FITTED_ROWS) + rows["selection"]
     calibrate = calibration * low * (1.0 + sites)
+    streams = stream_count(context.threads)
     passes = {
         "calibrate": calibrate,
         "mods": CHECK_ROWS * exact * (4.0 + 0.6 * sites),
         "recalibrate": 0.1 * calibrate,
-        "ladder": 1.5 * fitting * low * formats,
-        "correct": 0.6 * fitting * low * len(plans),
+        "ladder": 1.5 * fitting * low * formats / streams,
+        "correct": 0.6 * fitting * low * len(plans) / streams,
         "build": 0.0,
-        "evaluate": judged * exact + here * judged * (exact + len(plans) * low),
+        "evaluate": (judged * exact + here * judged * (exact + len(plans) * low)) / streams,
         "report": 0.0,
     }
-    fixed = FIXED_SECONDS | {"build": BUILD_SECONDS * engines, "evaluate": LOADS * LOAD_SECONDS * engines}
+    loads = FIRST_LOADS * engines
+    fixed = FIXED_SECONDS | {"build": BUILD_SECONDS * engines, "evaluate": LOAD_SECONDS * loads}
     passes["evaluate"] += engines * sum(_timing(size * trial.large_seconds) for size in config.batch.serve)
     return {stage: seconds + busy * fixed[stage] for stage, seconds in passes.items()}
 
 
 def _timing(request: float) -> float:
-    """Seconds of timing an engine at a size in all loads, where a request takes so many."""
-    warm = min(PER_LOAD.warmup * request, max(PER_LOAD.max_seconds, request))
-    least, most = PER_LOAD.min_repeats * request, PER_LOAD.max_repeats * request
-    return LOADS * (warm + min(most, max(PER_LOAD.max_seconds, least)))
+    """Seconds of timing an engine at a size in the first loads, where a request takes so many."""
+    able = int(PER_LOAD.max_seconds / request) + 1
+    repeats = min(PER_LOAD.warmup, able) + min(PER_LOAD.max_repeats, max(PER_LOAD.min_repeats, able))
+    return FIRST_LOADS * repeats * request
 
 
 def _rows(context: Context, trial: Trial) -> Iterator[str]:

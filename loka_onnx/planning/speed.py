@@ -13,10 +13,11 @@ loads to most of them. With x_el of engine e in load l,
 least squares over all engines timed together gives s², the variance of ε, with as many degrees of freedom as
 values less fitted means; a slow load slows all engines and cancels. Two engines with n loads in common differ
 by the mean of their n differences ± t·s·√(2/n), with t the quantile of Student's distribution for `risk`,
-divided by the number of pairs of engines (Bonferroni), of batch sizes judged one by one, and of `ANALYSES`:
-engines that differ after the first need no further loads, and after the second only engines are loaded again
-that look different and are not told apart, as on a busy host. If they still do after the last, by the median
-over loads (`LOOKS_APART`), an interval that holds 1 is too wide to show a tie, and that median decides.
+divided by the number of pairs of engines (Bonferroni), of batch sizes judged one by one, and of `ANALYSES`.
+A tie goes to the most exact engine, so after the first only engines are loaded again that are not told apart
+from the fastest, where one of them looks faster than the most exact, and after the second where it looks much
+faster, as on a busy host. If it still does after the last, by the median over loads (`LOOKS_APART`), an
+interval that holds 1 is too wide to show a tie, and that median decides.
 Engines timed apart have only the ratio of medians, without an interval: it contains differences of machines
 and days.
 
@@ -42,7 +43,7 @@ RISK = 0.05
 ANALYSES = {3: 0.004, 6: 0.012, 12: 0.004}
 """Loads of each analysis, and its risk of telling any two equal engines apart: 2 % over all."""
 FIRST_LOADS, LOADS, MOST_LOADS = ANALYSES
-"""Loads of every engine, of those that these do not tell from the fastest, and where some look apart."""
+"""Loads of every engine, of those between which these leave the choice open, and where some look apart."""
 LOOKS_APART = 0.05
 """Relative difference of medians that is worth `MOST_LOADS`, and decides after them: for equal engines whose
 loads differ by 2 % it is five standard errors then."""
@@ -163,11 +164,14 @@ def not_slower(speeds: Mapping[str, Speed], noise: float) -> list[str]:
     return [fastest, *close]
 
 
-def contenders(timed: Mapping[str, Sequence[Latency]], noise: float, least: float = 0.0) -> tuple[str, ...]:
-    """Return ids of engines, timed in turns, not surely slower than the fastest over all sizes or at one.
+def contenders(
+    timed: Mapping[str, Sequence[Latency]], noise: float, margin: float = inf, least: float = 0.0
+) -> tuple[str, ...]:
+    """Return ids of engines whose further loads may change the choice.
 
-    `noise` is the relative difference that counts for nothing. Empty where the fastest has no rival, or none
-    that is slower by `least`.
+    `timed` are engines, timed in turns, the most exact first: of those not surely slower than the fastest
+    the first is chosen, over all sizes and at each. That is open only while another of them looks faster, by
+    `noise` (the difference that counts for nothing), at one size by the `margin` of a route, and by `least`.
     """
     speeds = rivals({name: Speed({item.batch: item for item in items}) for name, items in timed.items()})
     sizes = {frozenset(speed.latencies) for speed in speeds.values()}
@@ -177,12 +181,13 @@ def contenders(timed: Mapping[str, Sequence[Latency]], noise: float, least: floa
         left = {
             name: timed[name] for name, speed in speeds.items() if most and speed.latencies.keys() == most
         }
-        return contenders(left, noise, least) if 1 < len(left) < len(timed) else ()
+        return contenders(left, noise, margin, least) if 1 < len(left) < len(timed) else ()
     close_ones: set[str] = set()
-    for contest in (speeds, *({name: speed.at(b) for name, speed in speeds.items()} for b in batches)):
+    at_sizes = (({name: speed.at(b) for name, speed in speeds.items()}, margin) for b in batches)
+    for contest, gain in ((speeds, noise), *at_sizes):
         close = not_slower(contest, noise)
-        ratios = [contest[name].typical_ratio(contest[close[0]]) for name in close]
-        if len(close) > 1 and max(ratios) >= (1.0 + least) * min(ratios):
+        chosen = next(contest[name] for name in timed if name in close)
+        if max(chosen.typical_ratio(contest[name]) for name in close) > 1.0 + max(gain, least):
             close_ones |= {*close}
     return tuple(name for name in timed if name in close_ones)
 

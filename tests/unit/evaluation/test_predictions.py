@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from threading import Barrier
 
 import numpy as np
 import pyarrow as pa
@@ -10,9 +11,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from loka_onnx.data import Batch, open_dataset
-from loka_onnx.errors import DataError, EvaluationError
+from loka_onnx.errors import DataError, EngineError, EvaluationError
 from loka_onnx.evaluation.engines import Split
-from loka_onnx.evaluation.predictions import padded, predict
+from loka_onnx.evaluation.predictions import Streams, padded, predict
 
 
 def batches(*sizes):
@@ -37,6 +38,29 @@ def test_outputs_and_columns_over_uneven_batches_in_order():
     assert got.outputs["wide"].shape == (9, 2)
     np.testing.assert_array_equal(got.columns["y"], 10 * np.arange(9))
     assert (got.rows, seen, set(got.columns)) == (9, [4, 8, 9], {"y"})
+
+
+def test_streams_run_batches_at_once_and_keep_their_order():
+    met = Barrier(2, timeout=20.0)
+
+    def run(inputs):
+        # Passed only by two batches at once.
+        met.wait()
+        return {"o": inputs["x"] * 2}
+
+    seen = []
+    got = predict(Streams(run, 2), batches(3, 5, 1, 4), ("o",), ("y",), seen.append)
+    np.testing.assert_array_equal(got.outputs["o"], 2.0 * np.arange(13))
+    np.testing.assert_array_equal(got.columns["y"], 10 * np.arange(13))
+    assert seen == [3, 8, 9, 13]
+
+
+def test_a_failure_in_a_stream_is_raised_as_it_is():
+    def run(inputs):
+        raise EngineError("the worker died", evidence="signal 11")
+
+    with pytest.raises(EngineError, match="the worker died"):
+        predict(Streams(run, 2), batches(1, 1, 1), ("o",))
 
 
 def test_a_batch_of_one_row_keeps_its_axis():

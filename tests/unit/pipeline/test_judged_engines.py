@@ -15,12 +15,13 @@ import numpy.typing as npt
 import pytest
 from small_configs import engine_of
 
-from loka_onnx.core.engine import BuildStatus, EngineArtifact
-from loka_onnx.core.evaluation import Evaluation, InputPlace
+from loka_onnx.core.engine import BuildStatus, EngineArtifact, SitePrecision
+from loka_onnx.core.evaluation import Evaluation, InputPlace, Latency
 from loka_onnx.core.rewrite import Part
 from loka_onnx.data import InputBinding, open_dataset
 from loka_onnx.errors import EngineError
 from loka_onnx.evaluation.engines import REQUEST_ROWS, with_latencies
+from loka_onnx.evaluation.latency import Interleaved
 from loka_onnx.pipeline import judging
 from loka_onnx.pipeline.context import Context
 from loka_onnx.pipeline.judging import Judging, counts_here
@@ -69,7 +70,8 @@ def opened(runner: Runner | None) -> Runner:
 
 
 def bench(runners: Mapping[str, Runner], inputs: InputPlace = InputPlace.HOST, **more: Any) -> Bench:
-    config = SimpleNamespace(batch=SimpleNamespace(serve=(2, 4)), serving=SimpleNamespace(inputs=inputs))
+    serving = SimpleNamespace(inputs=inputs, by_batch=True, margin=0.03)
+    config = SimpleNamespace(batch=SimpleNamespace(serve=(2, 4)), serving=serving)
     context = Context(config, None, exported=None)  # type: ignore[arg-type] - what is read of a run
     generated = SimpleNamespace(generated=lambda rows: {"x": np.ones(rows, np.float32)})
     context.__dict__["requests"] = generated
@@ -102,6 +104,41 @@ class Broken(Adding):
         if next(self.number) in self.fails:
             raise EngineError("the table is gone")
         return super().run(inputs)
+
+
+@pytest.mark.parametrize(
+    "us, beyond, loads",
+    [
+        # The most exact is the fastest, or as fast: it is chosen, however the others turn out.
+        ((100.0, 101.5, 103.0), set(), (3, 3, 3)),
+        # One in eight bits may be faster, or not: what the others are is open as well.
+        ((100.0, 98.5, 103.0), set(), (6, 6, 6)),
+        ((100.0, 98.5, 150.0), set(), (6, 6, 3)),
+        # Beyond the budget it cannot be chosen.
+        ((100.0, 98.5, 103.0), {"int8-all"}, (3, 3, 3)),
+    ],
+)
+def test_engines_are_loaded_again_while_the_choice_is_open(monkeypatch, us, beyond, loads):
+    eight_bits = (SitePrecision("fc", "int8", (), True, ""),)
+    engines = [
+        replace(engine_of(plan, "cpu", "cpu"), sites=() if plan == "fp32" else eight_bits)
+        for plan in ("int8-all", "fp32", "int8-safe")
+    ]
+    typical = dict(zip(("fp32", "int8-all", "int8-safe"), us, strict=True))
+    random = np.random.default_rng(0)
+
+    def load(self: Judging, loaded: list[EngineArtifact], kind: Any, options: Any) -> Interleaved:
+        def latency(engine: EngineArtifact, size: int) -> Latency:
+            least = size * typical[engine.plan] * (1.0 + 0.02 * random.choice((-1, 0, 1)))
+            known = (size, least, least, least, 3, "cpu", True)
+            return Latency(*known, loads_us=(least,), least_us=(least,))
+
+        return Interleaved({e.id: (latency(e, 2), latency(e, 4)) for e in loaded}, {})
+
+    monkeypatch.setattr(Judging, "_load", load)
+    ids = {engine.plan: engine.id for engine in engines}
+    timed = bench({}).time_engines(engines, {ids[plan] for plan in beyond})
+    assert tuple(len(timed.latencies[ids[plan]][0].loads_us) for plan in typical) == loads
 
 
 @pytest.mark.parametrize(
