@@ -74,7 +74,7 @@ class Executor(ABC):
 
     @abstractmethod
     def run(self, placement: Placement, inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
-        """Compute `placement.piece.size` rows; those beyond the piece are padding."""
+        """Compute the rows of a piece."""
 
     @abstractmethod
     def resident(self, placement: Placement, inputs: Mapping[str, npt.NDArray[Any]]) -> Resident:
@@ -94,6 +94,18 @@ class Executor(ABC):
         """Free the programs and everything that they hold."""
         self._calls.clear()
 
+    def _rows_of(self, piece: Piece, outputs: Sequence[npt.NDArray[Any]]) -> Sequence[npt.NDArray[Any]]:
+        """Select the rows of a piece from those that a program computed."""
+        if piece.rows == piece.size:
+            return outputs
+        pairs = zip(self._engine.outputs, outputs, strict=True)
+        return [value[: piece.rows] if port.batched else value for port, value in pairs]
+
+    def _answer(self, piece: Piece, outputs: Sequence[npt.NDArray[Any]]) -> Arrays:
+        """Copy the rows of a piece out of those that a program computed."""
+        held = self._rows_of(piece, outputs)
+        return {port.name: value.copy() for port, value in zip(self._engine.outputs, held, strict=True)}
+
     def _tensors(self, piece: Piece, inputs: Mapping[str, npt.NDArray[Any]]) -> list[Tensor]:
         """Inputs of a piece as tensors on the host, padded and converted."""
         # Torch warns about read-only arrays, although no program writes its inputs.
@@ -107,8 +119,7 @@ class HostExecutor(Executor):
     def run(self, placement: Placement, inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
         """Run on the arrays themselves; outputs are copied, because they may share an input or a constant."""
         outputs = self._calls[placement.program](self._tensors(placement.piece, inputs))
-        ports = self._engine.outputs
-        return {port.name: value.numpy().copy() for port, value in zip(ports, outputs, strict=True)}
+        return self._answer(placement.piece, [value.numpy() for value in outputs])
 
     def resident(self, placement: Placement, inputs: Mapping[str, npt.NDArray[Any]]) -> Resident:
         """Wrap the arrays as tensors."""
@@ -342,16 +353,21 @@ class GraphExecutor(Executor):
             staging, ids = self._filled(placement.piece, inputs)
             staging.captured.replay()
             # The device works meanwhile.
+            fetched = self._rows_of(placement.piece, staging.fetched)
+            answer = {
+                port.name: np.empty_like(each)
+                for port, each in zip(self._engine.outputs, fetched, strict=True)
+            }
             fits = all(map(fit_int32, ids))
             self._gpu.synchronize()
-        if placement.captured and fits:
-            # The next request overwrites the pinned memory.
-            values = [host.copy() for host in staging.fetched]
-        else:
-            with self._gpu.active():
-                outputs = self._calls[placement.program](self._moved(placement.piece, inputs))
-                values = [output.cpu().numpy() for output in outputs]
-        return {port.name: value for port, value in zip(self._engine.outputs, values, strict=True)}
+            if fits:
+                # The next request overwrites the pinned memory.
+                for target, source in zip(answer.values(), fetched, strict=True):
+                    target[...] = source
+                return answer
+        with self._gpu.active():
+            outputs = self._calls[placement.program](self._moved(placement.piece, inputs))
+            return self._answer(placement.piece, [output.cpu().numpy() for output in outputs])
 
     def run_on_device(
         self, placements: Sequence[Placement], inputs: Mapping[str, Borrowed], allocate: Allocate

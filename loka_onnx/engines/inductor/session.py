@@ -124,9 +124,16 @@ class InductorSession(Runner):
     def run_checked(self, inputs: Mapping[str, npt.NDArray[Any]], rows: int) -> Arrays:
         """Run a checked batch."""
         answers = self._execute(
-            rows, lambda executor, pieces: [(each.piece, executor.run(each, inputs)) for each in pieces]
+            rows, lambda executor, pieces: [executor.run(piece, inputs) for piece in pieces]
         )
-        return {port.name: _joined(port.name, answers, batched=port.batched) for port in self.engine.outputs}
+        if len(answers) == 1:
+            return answers[0]
+        whole = {
+            port.name: np.concatenate([each[port.name] for each in answers])
+            for port in self.engine.outputs
+            if port.batched
+        }
+        return answers[0] | whole
 
     def buffers(self, rows: int) -> Buffers | None:
         """Make page-locked memory with a CUDA graph of its own, where one graph serves so many rows."""
@@ -181,9 +188,11 @@ class InductorSession(Runner):
         with self._lock:
             executor = self._open_executor()
             try:
-                if rows not in self._placements:
-                    self._placements[rows] = placements(self.engine, rows, captures=executor.captures)
-                return work(executor, self._placements[rows])
+                pieces = self._placements.get(rows)
+                if pieces is None:
+                    pieces = placements(self.engine, rows, captures=executor.captures)
+                    self._placements[rows] = pieces
+                return work(executor, pieces)
             except RuntimeError as error:
                 reason = str(error).splitlines()[0][:400]
                 raise EngineError("E0835 the engine failed on a batch", evidence=reason) from error
@@ -210,10 +219,3 @@ class InductorSession(Runner):
             if rows != len(value):
                 rows = len(value) if rows < 0 else rows_of(inputs)
         return rows
-
-
-def _joined(name: str, answers: list[tuple[Piece, Arrays]], *, batched: bool) -> npt.NDArray[Any]:
-    if not batched:
-        return answers[0][1][name]
-    parts = [answer[name][: piece.rows] for piece, answer in answers]
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)
