@@ -19,7 +19,7 @@ import ctypes
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
 from math import prod
@@ -46,6 +46,8 @@ ALIGNMENT = 16
 """Bytes at whose multiples each input begins: kernels load as many at once."""
 MOVED_BY_KERNELS = 1 << 21
 """Bytes up to which a kernel moves memory in a graph: a copy of less takes up to 7 µs longer (H100)."""
+MOST_VIEWS = 64
+"""Numbers of rows for which views of pinned memory are kept."""
 _CAPTURING = threading.Lock()
 """Held by the session that captures: PyTorch's allocator records for one graph at a time."""
 
@@ -285,24 +287,36 @@ class Staging:
     captured: Captured
     fetched: tuple[npt.NDArray[Any], ...]
     owner: Executor
+    _targets: dict[int, tuple[tuple[str, npt.NDArray[Any]], ...]] = field(default_factory=dict)
+    """Views of the first rows of each input, by their number."""
 
     @property
     def arrays(self) -> Arrays:
         """Inputs, by name."""
         return {name: each for names, held in self.columns for name, each in zip(names, held, strict=True)}
 
-    def fill(self, piece: Piece, inputs: Mapping[str, npt.NDArray[Any]]) -> list[list[npt.NDArray[Any]]]:
-        """Write the rows of a piece; return those of narrow columns, whose values are unchecked."""
-        narrowed = []
-        for number, (names, held) in enumerate(self.columns):
-            values = [*map(inputs.__getitem__, names)]
-            if len(values[0]) != piece.rows:
-                values = [value[piece.start : piece.start + piece.rows] for value in values]
-            # At once: a slice of each input takes longer than the copy of a few hundred rows.
-            held[:, : piece.rows] = values
-            if number < self.narrow:
-                narrowed.append(values)
-        return narrowed
+    def fill(self, piece: Piece, inputs: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Write the rows of a piece; values of narrow columns are not checked."""
+        # Views take longer than copies of a few hundred rows.
+        targets = self._targets.get(piece.rows)
+        if targets is None:
+            if len(self._targets) == MOST_VIEWS:
+                self._targets.clear()
+            targets = tuple((name, held[: piece.rows]) for name, held in self.arrays.items())
+            self._targets[piece.rows] = targets
+        if len(inputs[targets[0][0]]) == piece.rows:
+            for name, target in targets:
+                target[...] = inputs[name]
+        else:
+            for name, target in targets:
+                target[...] = inputs[name][piece.start : piece.start + piece.rows]
+
+    def fits(self, piece: Piece, inputs: Mapping[str, npt.NDArray[Any]]) -> bool:
+        """Return True if narrow columns hold the rows that were written."""
+        rows = slice(piece.start, piece.start + piece.rows)
+        return all(
+            fit_int32([inputs[name][rows] for name in names]) for names, _ in self.columns[: self.narrow]
+        )
 
     def pad(self, piece: Piece) -> None:
         """Repeat the last row of a piece up to the size."""
@@ -350,7 +364,7 @@ class GraphExecutor(Executor):
     def run(self, placement: Placement, inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
         """Launch the graph of a request, or move the rows, call the program and move its outputs."""
         if placement.captured:
-            staging, ids = self._filled(placement.piece, inputs)
+            staging = self._filled(placement.piece, inputs)
             staging.captured.replay()
             # The device works meanwhile.
             fetched = self._rows_of(placement.piece, staging.fetched)
@@ -358,7 +372,7 @@ class GraphExecutor(Executor):
                 port.name: np.empty_like(each)
                 for port, each in zip(self._engine.outputs, fetched, strict=True)
             }
-            fits = all(map(fit_int32, ids))
+            fits = staging.fits(placement.piece, inputs)
             self._gpu.synchronize()
             if fits:
                 # The next request overwrites the pinned memory.
@@ -462,22 +476,16 @@ class GraphExecutor(Executor):
             served = self._served[size]
             return self._staging(memory, size, served.compute, served.captured.outputs, narrows=False)
 
-    def _filled(
-        self, piece: Piece, inputs: Mapping[str, npt.NDArray[Any]]
-    ) -> tuple[Staging, list[list[npt.NDArray[Any]]]]:
-        """Write a piece into pinned memory, unless it lies there, and let this thread launch its graph.
-
-        Return also what was narrowed (`Staging.fill`).
-        """
-        ids: list[list[npt.NDArray[Any]]] = []
+    def _filled(self, piece: Piece, inputs: Mapping[str, npt.NDArray[Any]]) -> Staging:
+        """Write a piece into pinned memory, unless it lies there, and let this thread launch its graph."""
         if type(inputs) is Buffers and getattr(inputs.memory, "owner", None) is self:
             staging: Staging = inputs.memory
         else:
             staging = self._served[piece.size].staging
-            ids = staging.fill(piece, inputs)
+            staging.fill(piece, inputs)
         staging.pad(piece)
         self._gpu.activate()
-        return staging, ids
+        return staging
 
     def _staging(
         self,
