@@ -72,17 +72,19 @@ class _Gate:
     """
 
     def __init__(self) -> None:
-        self._state = threading.Condition(threading.Lock())
+        # Taken directly by requests: a `Condition` adds two calls to that.
+        self._lock = threading.Lock()
+        self._state = threading.Condition(self._lock)
         self.inside, self.is_closed = 0, False
 
     def __enter__(self) -> None:
-        with self._state:
+        with self._lock:
             if self.is_closed:
                 raise _Closed("the engine is closed", remedy="load the bundle again")
             self.inside += 1
 
     def __exit__(self, *_: object) -> None:
-        with self._state:
+        with self._lock:
             self.inside -= 1
             if self.is_closed and not self.inside:
                 self._state.notify_all()

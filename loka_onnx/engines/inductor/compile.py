@@ -40,9 +40,12 @@ from loka_onnx.engines.inductor.package import (
 from loka_onnx.engines.inductor.site_precision import entering_types, output_types, products_of
 from loka_onnx.engines.request import WAITING, BatchRange, BuildRequest
 from loka_onnx.errors import DataError, EngineError, LokaError, ModelError
+from loka_onnx.graph.id_bounds import id_bounds
+from loka_onnx.graph.model import GraphModel
 from loka_onnx.sessions.cuda import list_cuda_devices
 
 PACKAGE = "engine.pt2"
+_INT32 = 1 << 31
 _NUMPY_TYPES = {"float32", "float64", "float16", "int64", "int32", "int16", "int8", "uint8", "bool"}
 
 
@@ -69,7 +72,8 @@ def compile_engine(request: BuildRequest, into: Path, compilers: Compilers) -> P
     torch.set_float32_matmul_precision("highest")
     settings = Settings.of(request)
     model = planned_graph(request.model, fuses=settings.fuse)
-    ports = input_ports(model.source), output_ports(model.source)
+    bounds = id_bounds(GraphModel.load(request.model))
+    ports = input_ports(model.source, bounds), output_ports(model.source)
     build = Build(request, settings, compilers, *ports, into.parent / "scratch")
     products = chosen_products(build, model)
     programs, files, lowered = [], {}, []
@@ -142,8 +146,13 @@ def batch_programs(batch: BatchRange, *, static: bool) -> tuple[Program, ...]:
     return (Program("rows", batch.minimum, batch.maximum),)
 
 
-def input_ports(graph: onnx.GraphProto) -> tuple[InputPort, ...]:
-    """Inputs of a graph; refuses other dynamic axes than the batch, and types that NumPy lacks."""
+def input_ports(
+    graph: onnx.GraphProto, bounds: Mapping[str, Sequence[range | None]]
+) -> tuple[InputPort, ...]:
+    """Inputs of a graph; refuses other dynamic axes than the batch, and types that NumPy lacks.
+
+    `bounds` are the ids that each column may hold (`graph.id_bounds`).
+    """
     ports = []
     for value in graph.input:
         kind = value.type.tensor_type
@@ -161,7 +170,11 @@ def input_ports(graph: onnx.GraphProto) -> tuple[InputPort, ...]:
                 evidence=f"its type is {dtype}",
                 remedy=f"cast it inside the model from one of {', '.join(sorted(_NUMPY_TYPES))}",
             )
-        ports.append(InputPort(value.name, dtype, tuple(size or 0 for size in shape[1:])))
+        held = bounds.get(value.name, ()) if dtype == "int64" else ()
+        fits = bool(held) and all(
+            ids is not None and ids.start >= -_INT32 and ids.stop <= _INT32 for ids in held
+        )
+        ports.append(InputPort(value.name, dtype, tuple(size or 0 for size in shape[1:]), fits))
     return tuple(ports)
 
 

@@ -6,6 +6,10 @@ Graphs) and replayed for each request. A graph uses fixed addresses: all inputs 
 behind the other into pinned host memory. The graph begins with the move of these bytes to the device and ends
 with that of the outputs back, so that a request is one launch and one wait, and no call of PyTorch. `Gpu`
 holds every call of the vendor.
+
+Ids whose valid values are all int32 (`InputPort.fits_int32`) are written and moved as such, and widened on
+the device. The host looks for others, which no table has, while the device works: such a request runs once
+more, as int64.
 """
 
 from __future__ import annotations
@@ -15,8 +19,9 @@ import ctypes
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import groupby
 from math import prod
 from types import SimpleNamespace
 from typing import Any
@@ -41,6 +46,8 @@ ALIGNMENT = 16
 """Bytes at whose multiples each input begins: kernels load as many at once."""
 MOVED_BY_KERNELS = 1 << 21
 """Bytes up to which a kernel moves memory in a graph: a copy of less takes up to 7 µs longer (H100)."""
+MOST_VIEWS = 64
+"""Numbers of rows for which views of pinned memory are kept."""
 _CAPTURING = threading.Lock()
 """Held by the session that captures: PyTorch's allocator records for one graph at a time."""
 
@@ -69,7 +76,7 @@ class Executor(ABC):
 
     @abstractmethod
     def run(self, placement: Placement, inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
-        """Compute `placement.piece.size` rows; those beyond the piece are padding."""
+        """Compute the rows of a piece."""
 
     @abstractmethod
     def resident(self, placement: Placement, inputs: Mapping[str, npt.NDArray[Any]]) -> Resident:
@@ -89,6 +96,18 @@ class Executor(ABC):
         """Free the programs and everything that they hold."""
         self._calls.clear()
 
+    def _rows_of(self, piece: Piece, outputs: Sequence[npt.NDArray[Any]]) -> Sequence[npt.NDArray[Any]]:
+        """Select the rows of a piece from those that a program computed."""
+        if piece.rows == piece.size:
+            return outputs
+        pairs = zip(self._engine.outputs, outputs, strict=True)
+        return [value[: piece.rows] if port.batched else value for port, value in pairs]
+
+    def _answer(self, piece: Piece, outputs: Sequence[npt.NDArray[Any]]) -> Arrays:
+        """Copy the rows of a piece out of those that a program computed."""
+        held = self._rows_of(piece, outputs)
+        return {port.name: value.copy() for port, value in zip(self._engine.outputs, held, strict=True)}
+
     def _tensors(self, piece: Piece, inputs: Mapping[str, npt.NDArray[Any]]) -> list[Tensor]:
         """Inputs of a piece as tensors on the host, padded and converted."""
         # Torch warns about read-only arrays, although no program writes its inputs.
@@ -102,8 +121,7 @@ class HostExecutor(Executor):
     def run(self, placement: Placement, inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
         """Run on the arrays themselves; outputs are copied, because they may share an input or a constant."""
         outputs = self._calls[placement.program](self._tensors(placement.piece, inputs))
-        ports = self._engine.outputs
-        return {port.name: value.numpy().copy() for port, value in zip(ports, outputs, strict=True)}
+        return self._answer(placement.piece, [value.numpy() for value in outputs])
 
     def resident(self, placement: Placement, inputs: Mapping[str, npt.NDArray[Any]]) -> Resident:
         """Wrap the arrays as tensors."""
@@ -168,8 +186,10 @@ class Gpu:
     def moving(self, target: Tensor, source: Tensor) -> Callable[[], object]:
         """Return a function that queues such a copy in a graph, by a kernel on pinned memory.
 
-        Large ones go through `copying`.
+        Large ones go through `copying`. Integers are widened to the target's type.
         """
+        if source.dtype != target.dtype:
+            return partial(self._torch.add, self._bytes(source).view(source.dtype), 0, out=target)
         if source.numel() * source.element_size() > MOVED_BY_KERNELS:
             return self.copying(target, source)
         target, source = self._bytes(target), self._bytes(source)
@@ -206,40 +226,103 @@ class Gpu:
         self._torch.cuda.empty_cache()
 
 
+@dataclass(frozen=True)
+class Block:
+    """Inputs of one type and row shape, from byte `begin` of a memory, `stride` bytes apart."""
+
+    ports: tuple[InputPort, ...]
+    begin: int
+    stride: int
+
+    @property
+    def end(self) -> int:
+        """Byte behind the last one."""
+        return self.begin + self.stride * len(self.ports)
+
+    def view(self, memory: Any, dtype: Any, size: int) -> Any:
+        """View the inputs in a memory of bytes, a tensor or an array, as (inputs, rows, …) of a type."""
+        used = size * prod(self.ports[0].row_shape) * dtype.itemsize
+        bytes_of = memory[self.begin : self.end].reshape(len(self.ports), self.stride)[:, :used]
+        return bytes_of.view(dtype).reshape(len(self.ports), size, *self.ports[0].row_shape)
+
+
+def blocks_of(inputs: Sequence[InputPort], size: int) -> list[Block]:
+    """Places of the inputs of so many rows in one memory; ids that are moved as int32 come first."""
+    blocks: list[Block] = []
+    for _, ports in groupby(sorted(inputs, key=_likeness), _likeness):
+        same = tuple(ports)
+        used = size * prod(same[0].row_shape) * np.dtype(same[0].dtype).itemsize
+        begin = blocks[-1].end if blocks else 0
+        blocks.append(Block(same, begin, -(-used // ALIGNMENT) * ALIGNMENT))
+    return blocks
+
+
+def _likeness(port: InputPort) -> tuple[bool, str, tuple[int, ...]]:
+    return not port.fits_int32, port.dtype, port.row_shape
+
+
+def fit_int32(columns: Sequence[npt.NDArray[Any]]) -> bool:
+    """Return True if int32 holds all values of arrays of one row shape."""
+    values = np.concatenate(columns) if len(columns) > 1 else columns[0]
+    # One pass where none is negative.
+    if values.dtype == np.int64 and 0 <= np.bitwise_or.reduce(values, axis=None) < 1 << 31:
+        return True
+    return bool(values.min(initial=0) >= -1 << 31 and values.max(initial=0) < 1 << 31)
+
+
 @dataclass(frozen=True, eq=False)
 class Staging:
     """Pinned host memory of requests of one batch size, and the CUDA graph that reads and writes it.
 
     Attributes:
-        arrays: Inputs, by name.
-        upload: Queues their copy to the device, for a graph of the kernels alone.
+        columns: Inputs of one type and row shape: names, and the array (inputs, rows, …) that holds them.
+        narrow: Number of the first ones that hold ids of int64 as int32.
         captured: Graph of a request: the move to the device, the kernels, the moves of the outputs back.
         fetched: Outputs of the last request, in the order of the engine's.
         owner: Executor whose device buffers the graph uses.
     """
 
-    arrays: Mapping[str, npt.NDArray[Any]]
-    upload: Callable[[], object]
+    columns: tuple[tuple[tuple[str, ...], npt.NDArray[Any]], ...]
+    narrow: int
     captured: Captured
     fetched: tuple[npt.NDArray[Any], ...]
     owner: Executor
+    _targets: dict[int, tuple[tuple[str, npt.NDArray[Any]], ...]] = field(default_factory=dict)
+    """Views of the first rows of each input, by their number."""
+
+    @property
+    def arrays(self) -> Arrays:
+        """Inputs, by name."""
+        return {name: each for names, held in self.columns for name, each in zip(names, held, strict=True)}
 
     def fill(self, piece: Piece, inputs: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Write the rows of a piece."""
-        start, stop = piece.start, piece.start + piece.rows
-        for name, target in self.arrays.items():
-            value = inputs[name]
-            # Each slice takes a tenth of a microsecond: a request that fills the memory needs none.
-            if len(value) == len(target):
-                target[...] = value
-            else:
-                target[: piece.rows] = value[start:stop]
+        """Write the rows of a piece; values of narrow columns are not checked."""
+        # Views take longer than copies of a few hundred rows.
+        targets = self._targets.get(piece.rows)
+        if targets is None:
+            if len(self._targets) == MOST_VIEWS:
+                self._targets.clear()
+            targets = tuple((name, held[: piece.rows]) for name, held in self.arrays.items())
+            self._targets[piece.rows] = targets
+        if len(inputs[targets[0][0]]) == piece.rows:
+            for name, target in targets:
+                target[...] = inputs[name]
+        else:
+            for name, target in targets:
+                target[...] = inputs[name][piece.start : piece.start + piece.rows]
+
+    def fits(self, piece: Piece, inputs: Mapping[str, npt.NDArray[Any]]) -> bool:
+        """Return True if narrow columns hold the rows that were written."""
+        rows = slice(piece.start, piece.start + piece.rows)
+        return all(
+            fit_int32([inputs[name][rows] for name in names]) for names, _ in self.columns[: self.narrow]
+        )
 
     def pad(self, piece: Piece) -> None:
         """Repeat the last row of a piece up to the size."""
         if piece.rows < piece.size:
-            for target in self.arrays.values():
-                target[piece.rows :] = target[piece.rows - 1]
+            for _, held in self.columns:
+                held[:, piece.rows :] = held[:, piece.rows - 1 : piece.rows]
 
 
 @dataclass(frozen=True)
@@ -271,7 +354,7 @@ class GraphExecutor(Executor):
         self._served: dict[int, Served] = {}
         self._stagings: WeakSet[Staging] = WeakSet()
         with gpu.active():
-            room = (self._places(engine.graph_sizes[-1])[-1],)
+            room = (blocks_of(engine.inputs, engine.graph_sizes[-1])[-1].end,)
             self._host = gpu.pinned(room, torch.uint8)
             self._device = torch.zeros(room, dtype=torch.uint8, device=gpu.device)
             # The largest first: its memory also serves the others.
@@ -283,14 +366,22 @@ class GraphExecutor(Executor):
         if placement.captured:
             staging = self._filled(placement.piece, inputs)
             staging.captured.replay()
+            # The device works meanwhile.
+            fetched = self._rows_of(placement.piece, staging.fetched)
+            answer = {
+                port.name: np.empty_like(each)
+                for port, each in zip(self._engine.outputs, fetched, strict=True)
+            }
+            fits = staging.fits(placement.piece, inputs)
             self._gpu.synchronize()
-            # The next request overwrites the pinned memory.
-            values = [host.copy() for host in staging.fetched]
-        else:
-            with self._gpu.active():
-                outputs = self._calls[placement.program](self._moved(placement.piece, inputs))
-                values = [output.cpu().numpy() for output in outputs]
-        return {port.name: value for port, value in zip(self._engine.outputs, values, strict=True)}
+            if fits:
+                # The next request overwrites the pinned memory.
+                for target, source in zip(answer.values(), fetched, strict=True):
+                    target[...] = source
+                return answer
+        with self._gpu.active():
+            outputs = self._calls[placement.program](self._moved(placement.piece, inputs))
+            return self._answer(placement.piece, [output.cpu().numpy() for output in outputs])
 
     def run_on_device(
         self, placements: Sequence[Placement], inputs: Mapping[str, Borrowed], allocate: Allocate
@@ -343,13 +434,16 @@ class GraphExecutor(Executor):
 
     def resident(self, placement: Placement, inputs: Mapping[str, npt.NDArray[Any]]) -> Resident:
         """Put the batch into device memory; `launch` queues its kernels and fetches nothing."""
-        gpu = self._gpu
+        gpu, piece = self._gpu, placement.piece
         if placement.captured:
-            self._filled(placement.piece, inputs).upload()
-            launch = self._served[placement.piece.size].captured.replay
+            served = self._served[piece.size]
+            launch = served.captured.replay
+            with gpu.active():
+                for port, value in zip(self._engine.inputs, self._moved(piece, inputs), strict=True):
+                    served.inputs[port.name].copy_(value)
         else:
             with gpu.active():
-                moved = self._moved(placement.piece, inputs)
+                moved = self._moved(piece, inputs)
 
             def launch() -> object:
                 with gpu.active():
@@ -378,9 +472,9 @@ class GraphExecutor(Executor):
         # Requests of another thread than the one that opened the session may ask for it.
         self._gpu.activate()
         with self._gpu.active():
-            memory = self._gpu.pinned((self._places(size)[-1],), self._torch.uint8)
+            memory = self._gpu.pinned((blocks_of(self._engine.inputs, size)[-1].end,), self._torch.uint8)
             served = self._served[size]
-            return self._staging(memory, size, served.compute, served.captured.outputs)
+            return self._staging(memory, size, served.compute, served.captured.outputs, narrows=False)
 
     def _filled(self, piece: Piece, inputs: Mapping[str, npt.NDArray[Any]]) -> Staging:
         """Write a piece into pinned memory, unless it lies there, and let this thread launch its graph."""
@@ -393,36 +487,38 @@ class GraphExecutor(Executor):
         self._gpu.activate()
         return staging
 
-    def _places(self, size: int) -> list[int]:
-        """Bytes at which each input of so many rows begins, and the end of the last one."""
-        places = [0]
-        for port in self._engine.inputs:
-            used = size * prod(port.row_shape) * np.dtype(port.dtype).itemsize
-            places.append(places[-1] + -(-used // ALIGNMENT) * ALIGNMENT)
-        return places
-
-    def _views(self, memory: Tensor, size: int) -> dict[str, Tensor]:
-        """The inputs of so many rows in one memory."""
-        views = {}
-        for port, begin in zip(self._engine.inputs, self._places(size), strict=False):
-            shape, dtype = (size, *port.row_shape), self._dtype(port)
-            stop = begin + prod(shape) * dtype.itemsize
-            views[port.name] = memory[begin:stop].view(dtype).reshape(shape)
-        return views
-
     def _staging(
-        self, memory: Tensor, size: int, compute: Callable[[], list[Tensor]], outputs: Sequence[Tensor]
+        self,
+        memory: Tensor,
+        size: int,
+        compute: Callable[[], list[Tensor]],
+        outputs: Sequence[Tensor],
+        *,
+        narrows: bool,
     ) -> Staging:
         """Pinned memory as the inputs of a batch size, with the graph of its requests."""
-        end = self._places(size)[-1]
-        arrays = {name: view.numpy() for name, view in self._views(memory, size).items()}
-        upload = self._gpu.copying(self._device[:end], memory[:end])
+        blocks, columns, moves = blocks_of(self._engine.inputs, size), [], []
+        ids = [block for block in blocks if narrows and block.ports[0].fits_int32]
+        wide, end = (ids[-1].end if ids else 0), blocks[-1].end
+        saved = wide // 2 // ALIGNMENT * ALIGNMENT
+        for number, block in enumerate(blocks):
+            place, dtype = replace(block, begin=block.begin - saved), np.dtype(block.ports[0].dtype)
+            if number < len(ids):
+                place, dtype = (
+                    replace(block, begin=block.begin // 2, stride=block.stride // 2),
+                    np.dtype("i4"),
+                )
+            columns.append((tuple(p.name for p in block.ports), place.view(memory.numpy(), dtype, size)))
+        if wide:
+            source = memory[: wide // 2].view(self._torch.int32)
+            moves.append(self._gpu.moving(self._device[:wide].view(self._torch.int64), source))
+        if wide < end:
+            moves.append(self._gpu.moving(self._device[wide:end], memory[wide - saved : end - saved]))
         fetched = [self._gpu.pinned(tuple(t.shape), t.dtype) for t in outputs]
 
-        arrive = self._gpu.moving(self._device[:end], memory[:end])
-
         def request() -> Sequence[Tensor]:
-            arrive()
+            for move in moves:
+                move()
             for pair in zip(fetched, compute(), strict=True):
                 self._gpu.moving(*pair)()
             # Nothing holds the outputs on the device: other graphs may use their memory.
@@ -430,19 +526,24 @@ class GraphExecutor(Executor):
 
         # New memory holds zeros, which are ids. A library makes a handle a thread, which no capture allows.
         captured = self._capture(size, request, warm_ups=1)
-        staging = Staging(arrays, upload, captured, tuple(host.numpy() for host in fetched), self)
+        staging = Staging(tuple(columns), len(ids), captured, tuple(host.numpy() for host in fetched), self)
         self._stagings.add(staging)
         return staging
 
     def _prepare(self, size: int) -> Served:
         program = next(p for p in self._engine.programs if p.minimum <= size <= p.maximum)
-        call, inputs = self._calls[program.name], self._views(self._device, size)
+        call, views = self._calls[program.name], {}
+        for block in blocks_of(self._engine.inputs, size):
+            held = block.view(self._device, self._dtype(block.ports[0]), size)
+            views.update({port.name: each for port, each in zip(block.ports, held, strict=True)})
+        inputs = {port.name: views[port.name] for port in self._engine.inputs}
 
         def compute() -> list[Tensor]:
             return [output.contiguous() for output in call([*inputs.values()])]
 
         captured = self._capture(size, compute, warm_ups=WARM_UPS)
-        return Served(compute, inputs, captured, self._staging(self._host, size, compute, captured.outputs))
+        staging = self._staging(self._host, size, compute, captured.outputs, narrows=True)
+        return Served(compute, inputs, captured, staging)
 
     def _capture(self, size: int, work: Callable[[], Sequence[Tensor]], *, warm_ups: int) -> Captured:
         try:

@@ -28,11 +28,12 @@ _VECTOR_SETS = ("sse", "ssse", "avx", "amx", "fma", "f16c", "bmi", "gfni", "vaes
 
 @dataclass(frozen=True)
 class InputPort:
-    """An input with the batch on axis 0."""
+    """An input with the batch on axis 0; `fits_int32`: ids of int64, of which the tables hold only int32."""
 
     name: str
     dtype: str
     row_shape: tuple[int, ...]
+    fits_int32: bool = False
 
 
 @dataclass(frozen=True)

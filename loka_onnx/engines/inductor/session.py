@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import importlib
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +20,7 @@ from loka_onnx.sessions.cuda import list_cuda_devices, why_no_gpu
 from loka_onnx.sessions.dlpack import Borrowed
 from loka_onnx.sessions.runner import Allocate, Arrays, Buffers, Resident, Runner
 
+R = TypeVar("R")
 INSTALL = "pip install 'loka-onnx[inductor]'"
 
 
@@ -123,14 +123,23 @@ class InductorSession(Runner):
 
     def run_checked(self, inputs: Mapping[str, npt.NDArray[Any]], rows: int) -> Arrays:
         """Run a checked batch."""
-        with self._executing(rows) as (executor, pieces):
-            answers = [(placement.piece, executor.run(placement, inputs)) for placement in pieces]
-        return {port.name: _joined(port.name, answers, batched=port.batched) for port in self.engine.outputs}
+        answers = self._execute(
+            rows, lambda executor, pieces: [executor.run(piece, inputs) for piece in pieces]
+        )
+        if len(answers) == 1:
+            return answers[0]
+        whole = {
+            port.name: np.concatenate([each[port.name] for each in answers])
+            for port in self.engine.outputs
+            if port.batched
+        }
+        return answers[0] | whole
 
     def buffers(self, rows: int) -> Buffers | None:
         """Make page-locked memory with a CUDA graph of its own, where one graph serves so many rows."""
-        with self._executing(rows) as (executor, pieces):
-            staging = executor.staging(pieces[0]) if len(pieces) == 1 else None
+        staging = self._execute(
+            rows, lambda executor, pieces: executor.staging(pieces[0]) if len(pieces) == 1 else None
+        )
         if staging is None:
             return None
         return Buffers({name: array[:rows] for name, array in staging.arrays.items()}, self, staging)
@@ -153,14 +162,19 @@ class InductorSession(Runner):
 
     def run_on_device(self, inputs: Mapping[str, Borrowed], allocate: Allocate) -> dict[str, Borrowed]:
         """Run one batch on the device."""
-        with self._executing(next(iter(inputs.values())).shape[0]) as (executor, pieces):
-            return executor.run_on_device(pieces, inputs, allocate)
+        rows = next(iter(inputs.values())).shape[0]
+        return self._execute(rows, lambda executor, pieces: executor.run_on_device(pieces, inputs, allocate))
 
     def resident(self, inputs: Mapping[str, npt.NDArray[Any]]) -> Resident:
         """Put a batch into device memory."""
-        with self._executing(self._rows_of(inputs)) as (executor, pieces):
-            # Pieces share the buffers of a graph, so that only a single one can stay.
-            return executor.resident(pieces[0], inputs) if len(pieces) == 1 else super().resident(inputs)
+        whole = super().resident
+        # Pieces share the buffers of a graph, so that only a single one can stay.
+        return self._execute(
+            self._rows_of(inputs),
+            lambda executor, pieces: (
+                executor.resident(pieces[0], inputs) if len(pieces) == 1 else whole(inputs)
+            ),
+        )
 
     def close(self) -> None:
         """Free graphs, buffers and programs; a second call does nothing."""
@@ -169,15 +183,16 @@ class InductorSession(Runner):
                 self._executor.close()
             self._executor = None
 
-    @contextmanager
-    def _executing(self, rows: int) -> Iterator[tuple[Executor, tuple[Placement, ...]]]:
-        """Hold the executor and the placements of some rows; a failure is an error of the engine."""
+    def _execute(self, rows: int, work: Callable[[Executor, tuple[Placement, ...]], R]) -> R:
+        """Call `work` alone, with the placements of some rows; a failure is an error of the engine."""
         with self._lock:
             executor = self._open_executor()
             try:
-                if rows not in self._placements:
-                    self._placements[rows] = placements(self.engine, rows, captures=executor.captures)
-                yield executor, self._placements[rows]
+                pieces = self._placements.get(rows)
+                if pieces is None:
+                    pieces = placements(self.engine, rows, captures=executor.captures)
+                    self._placements[rows] = pieces
+                return work(executor, pieces)
             except RuntimeError as error:
                 reason = str(error).splitlines()[0][:400]
                 raise EngineError("E0835 the engine failed on a batch", evidence=reason) from error
@@ -204,10 +219,3 @@ class InductorSession(Runner):
             if rows != len(value):
                 rows = len(value) if rows < 0 else rows_of(inputs)
         return rows
-
-
-def _joined(name: str, answers: list[tuple[Piece, Arrays]], *, batched: bool) -> npt.NDArray[Any]:
-    if not batched:
-        return answers[0][1][name]
-    parts = [answer[name][: piece.rows] for piece, answer in answers]
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)
