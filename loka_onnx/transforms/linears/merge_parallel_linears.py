@@ -23,10 +23,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from loka_onnx.core.rewrite import Applied, Declined
 from loka_onnx.graph.model import GraphModel, Node, Tensor, is_constant, values_of
@@ -37,32 +36,13 @@ from loka_onnx.transforms.linears.pattern import Linear, is_bias, is_candidate, 
 WIDEST = 1024
 """Largest N that is merged."""
 _ACTIVATIONS = frozenset(
-    {
-        "Relu",
-        "Tanh",
-        "Sigmoid",
-        "LeakyRelu",
-        "Elu",
-        "Selu",
-        "Gelu",
-        "Softplus",
-        "HardSigmoid",
-        "PRelu",
-        "Clip",
-    }
+    {"Elu", "Gelu", "HardSigmoid", "LeakyRelu", "PRelu", "Relu", "Selu", "Sigmoid", "Softplus", "Tanh"}
 )
-_WITH_CONSTANT = frozenset({"Add", "Sub", "Mul", "Div", "PRelu"})
+_ARITHMETIC = frozenset({"Add", "Div", "Mul", "Sub"})
+_UNLIKE = "no other layer that reads its input has its activation, an epilogue of the product"
 
-Following = tuple[Node, ...]
-"""Elementwise nodes behind a layer, up to its last activation."""
-
-
-@dataclass(frozen=True)
-class ParallelLinears:
-    """Two or more layers that read one tensor, with the weight on the same side, and what follows each."""
-
-    layers: tuple[Linear, ...]
-    following: tuple[Following, ...]
+ParallelLinears = tuple[Linear, ...]
+"""Two or more layers that read one tensor, with the weight on the same side and the same activation."""
 
 
 class MergeParallelLinears(Mod[ParallelLinears]):
@@ -78,7 +58,7 @@ class MergeParallelLinears(Mod[ParallelLinears]):
         for node in filter(is_candidate, model.nodes):
             reading[id(node.inputs[1 if is_constant(node.inputs[0]) else 0])].append(node)
         for nodes in (nodes for nodes in reading.values() if len(nodes) > 1):
-            groups: defaultdict[Any, list[Linear]] = defaultdict(list)
+            groups: defaultdict[tuple[bool, str, str], list[Linear]] = defaultdict(list)
             read = Found.of(find(nodes, lambda node: read_linear(model, node)))
             yield from read.declined
             for layer in read.matches:
@@ -88,8 +68,7 @@ class MergeParallelLinears(Mod[ParallelLinears]):
                 if len(layers) > 1:
                     yield from self._mergeable(model, layers)
                 elif any(other[:2] == key[:2] for other in groups if other != key):
-                    reason = "no other layer that reads its input has its activation, an epilogue of"
-                    yield Declined(layers[0].node.name, f"{reason} the product")
+                    yield Declined(layers[0].node.name, _UNLIKE)
 
     def _mergeable(self, model: GraphModel, layers: list[Linear]) -> Iterator[ParallelLinears | Declined]:
         """Decline layers that stay apart, and return the others, if there are two."""
@@ -116,96 +95,66 @@ class MergeParallelLinears(Mod[ParallelLinears]):
             else:
                 kept.append(layer)
         if len(kept) > 1:
-            yield ParallelLinears(tuple(kept), tuple(_following(model, layer) for layer in kept))
+            yield tuple(kept)
 
     def rewrite(self, model: GraphModel, match: ParallelLinears) -> Applied:
         """Replace the layers by one product and a Split, whose parts their readers read."""
-        layers = match.layers
-        names = tuple(layer.node.name for layer in layers)
-        result = _merged_product(model, layers, merged_name(names))
+        names = tuple(layer.node.name for layer in match)
+        result = _merged_product(model, match, merged_name(names))
         site: Node = result.inputs[0]
         model.rename(site, merged_name(names))
-        widths = [layer.n for layer in layers]
-        ends = [layer.node.outputs[0] for layer in layers]
-        if any(match.following):
-            result = _activated(model, match, result)
-            ends = [steps[-1].outputs[0] for steps in match.following]
-        parts = model.split(result, widths, layers[0].channel_axis, f"{site.name}/split")
-        for layer, part, end in zip(layers, parts, ends, strict=True):
-            is_added = any(match.following) or site.op == "Gemm" or layer.node.op == "MatMul"
-            result = part
-            if layer.bias is not None and not is_added:
-                result = model.add("Add", [part, layer.bias], f"{layer.node.name}/add")
-            model.hand_over(end, result)
-        activation = f" with {match.following[0][-1].op}" if any(match.following) else ""
-        what = f"{len(layers)} linears of K = {layers[0].k} → one of N = {' + '.join(map(str, widths))}"
+        widths = [layer.n for layer in match]
+        following = [_following(model, layer) for layer in match]
+        if any(following) and site.op == "MatMul" and any(layer.bias is not None for layer in match):
+            bias = model.constant(f"{site.name}.bias", np.concatenate([layer.bias_n() for layer in match]))
+            result = model.add("Add", [result, bias], f"{site.name}/add")
+        for steps in zip(*following, strict=True):
+            op = steps[0].op.lower()
+            operands = zip(*(step.inputs for step in steps), strict=True)
+            inputs = [
+                model.constant(f"{site.name}.{op}", _side_by_side(each, widths))
+                if is_constant(each[0])
+                else result
+                for each in operands
+            ]
+            result = model.add_like(steps[0], inputs, f"{site.name}/{op}")
+        parts = model.split(result, widths, match[0].channel_axis, f"{site.name}/split")
+        for layer, steps, part in zip(match, following, parts, strict=True):
+            if steps or site.op == "Gemm" or layer.node.op == "MatMul" or layer.bias is None:
+                model.hand_over((steps or [layer.node])[-1].outputs[0], part)
+            else:
+                biased = model.add("Add", [part, layer.bias], f"{layer.node.name}/add")
+                model.hand_over(layer.node.outputs[0], biased)
+        activation = f" with {following[0][-1].op}" if following[0] else ""
+        what = f"{len(match)} linears of K = {match[0].k} → one of N = {' + '.join(map(str, widths))}"
         return Applied(site.name, f"{what}{activation}", {site.name: names})
 
 
-def _activated(model: GraphModel, match: ParallelLinears, result: Tensor) -> Tensor:
-    """Add the biases that the product does not, and what follows all layers."""
-    layers, site = match.layers, result.inputs[0]
-    if site.op == "MatMul" and any(layer.bias is not None for layer in layers):
-        bias = model.constant(f"{site.name}.bias", np.concatenate([layer.bias_n() for layer in layers]))
-        result = model.add("Add", [result, bias], f"{site.name}/add")
-    for steps in zip(*match.following, strict=True):
-        first: Node = steps[0]
-        inputs = []
-        for position, tensor in enumerate(first.inputs):
-            read = [step.inputs[position] for step in steps]
-            if not is_constant(tensor):
-                inputs.append(result if tensor.name else tensor)
-            elif first.op not in _WITH_CONSTANT or _are_equal(read):
-                inputs.append(tensor)
-            else:
-                values = [
-                    np.broadcast_to(values_of(one).reshape(-1), (layer.n,))
-                    for one, layer in zip(read, layers, strict=True)
-                ]
-                inputs.append(model.constant(f"{site.name}.{first.op.lower()}", np.concatenate(values)))
-        result = model.add_like(first, inputs, f"{site.name}/{first.op.lower()}")
-    return result
-
-
-def _following(model: GraphModel, layer: Linear) -> Following:
-    """Return the elementwise nodes behind a layer, up to its last activation; none for `on_left`."""
+def _following(model: GraphModel, layer: Linear) -> list[Node]:
+    """Return elementwise nodes behind a layer, with constants of its channels at most, to its activation."""
     steps: list[Node] = []
-    last = 0
-    node = None if layer.on_left else only_reader(model, layer.result)
-    tensor = layer.result
-    while node is not None and _is_by_channel(node, tensor, layer.n) and not model.is_output(node.outputs[0]):
+    last, tensor = 0, layer.result
+    while not layer.on_left and (node := only_reader(model, tensor)) is not None:
+        others = [each for each in node.inputs if each is not tensor]
+        is_elementwise = node.op in _ACTIVATIONS | _ARITHMETIC and all(
+            is_bias(each, layer.n) for each in others
+        )
+        if not is_elementwise or model.is_output(node.outputs[0]):
+            break
         steps.append(node)
         last = len(steps) if node.op in _ACTIVATIONS else last
         tensor = node.outputs[0]
-        node = only_reader(model, tensor)
-    return tuple(steps[:last])
+    return steps[:last]
 
 
-def _is_by_channel(node: Node, tensor: Tensor, n: int) -> bool:
-    """Return whether a node works element by element, with constants for each of N channels at most."""
-    others = [other for other in node.inputs if other is not tensor and other.name]
-    if node.op in _WITH_CONSTANT:
-        return len(others) == 1 == len(node.inputs) - 1 and is_bias(others[0], n)
-    return node.op in _ACTIVATIONS and all(
-        is_constant(other) and not values_of(other).ndim for other in others
-    )
+def _form(steps: Sequence[Node]) -> str:
+    """Return what layers have in common that are activated together."""
+    return repr([(s.op, sorted(s.attrs.items()), [is_constant(t) for t in s.inputs]) for s in steps])
 
 
-def _form(steps: Following) -> str:
-    """Describe what layers that are activated together have in common."""
-    forms = []
-    for step in steps:
-        fixed = step.op not in _WITH_CONSTANT
-        constants = [
-            None if not is_constant(t) else float(values_of(t)) if fixed else "constant" for t in step.inputs
-        ]
-        forms.append((step.op, sorted(step.attrs.items()), constants))
-    return repr(forms)
-
-
-def _are_equal(tensors: Sequence[Tensor]) -> bool:
-    """Return whether all are the same single number."""
-    return all(values_of(t).size == 1 and values_of(t) == values_of(tensors[0]) for t in tensors)
+def _side_by_side(constants: Sequence[Tensor], widths: Sequence[int]) -> npt.NDArray[np.floating]:
+    rows = (values_of(each).reshape(-1) for each in constants)
+    return np.concatenate([np.broadcast_to(row, (n,)) for row, n in zip(rows, widths, strict=True)])
 
 
 def _merged_product(model: GraphModel, layers: Sequence[Linear], name: str) -> Tensor:
