@@ -119,9 +119,9 @@ class MergeParallelLinears(Mod[ParallelLinears]):
             ]
             result = model.add_like(steps[0], inputs, f"{site.name}/{op}")
         parts = model.split(result, widths, match[0].channel_axis, f"{site.name}/split")
-        for layer, steps, part in zip(match, following, parts, strict=True):
-            if steps or site.op == "Gemm" or layer.node.op == "MatMul" or layer.bias is None:
-                model.hand_over((steps or [layer.node])[-1].outputs[0], part)
+        for layer, chain, part in zip(match, following, parts, strict=True):
+            if chain or site.op == "Gemm" or layer.node.op == "MatMul" or layer.bias is None:
+                model.hand_over((chain or [layer.node])[-1].outputs[0], part)
             else:
                 biased = model.add("Add", [part, layer.bias], f"{layer.node.name}/add")
                 model.hand_over(layer.node.outputs[0], biased)
