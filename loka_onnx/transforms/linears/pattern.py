@@ -93,7 +93,7 @@ def read_linear(model: GraphModel, node: Node) -> Linear:
     add, bias = (None, None) if is_gemm or on_left else _bias_behind(model, node, n)
     if is_gemm and len(node.inputs) > 2 and node.inputs[2].name:
         bias = node.inputs[2]
-        if not _is_bias(bias, n):
+        if not is_bias(bias, n):
             raise NotRewritten("a Gemm whose third operand is not a constant bias of N elements")
     result = (add or node).outputs[0]
     return Linear(node, source, weight, on_left, is_transposed, bias, add, result, k, n)
@@ -102,11 +102,12 @@ def read_linear(model: GraphModel, node: Node) -> Linear:
 def _bias_behind(model: GraphModel, node: Node, n: int) -> tuple[Node | None, Tensor | None]:
     """Return the Add of a constant bias behind a MatMul, and that bias."""
     add = only_reader(model, node.outputs[0])
-    bias = next((t for t in add.inputs if _is_bias(t, n)), None) if add and add.op == "Add" else None
+    bias = next((t for t in add.inputs if is_bias(t, n)), None) if add and add.op == "Add" else None
     return (None, None) if bias is None else (add, bias)
 
 
-def _is_bias(tensor: Tensor, n: int) -> bool:
+def is_bias(tensor: Tensor, n: int) -> bool:
+    """Return whether a constant has one number, or one for each of N channels."""
     if not is_constant(tensor):
         return False
     shape = values_of(tensor).shape

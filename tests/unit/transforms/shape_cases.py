@@ -21,16 +21,17 @@ from loka_onnx.transforms.tidying.join_parts import JoinParts
 from loka_onnx.transforms.tidying.remove_no_ops import RemoveNoOps
 from loka_onnx.transforms.tidying.share_duplicates import ShareDuplicates
 
+ACTIVATIONS = ("Relu", "Softplus", "Relu", "Softplus")
 AXES = {"last": np.array([-1]), "one": np.array([1])}
 
 MERGED: dict[str, Case] = {
     "gemms": Case(
         "[a] ha = Gemm<transB=1>(x, wa, ba) [b] hb = Gemm<transB=1>(x, wb, bb) ra = Relu(ha)"
-        " rb = Sigmoid(hb) y = Concat<axis=1>(ra, rb)",
+        " rb = Relu(hb) y = Concat<axis=1>(ra, rb)",
         {"wa": (3, 8), "ba": (3,), "wb": (5, 8), "bb": (5,)},
     ),
     "gemms_one_without_bias": Case(
-        "[a] ha = Gemm(x, wa) [b] hb = Gemm<transB=1>(x, wb, bb) ra = Relu(ha) rb = Tanh(hb) y = Mul(ra, rb)",
+        "[a] ha = Gemm(x, wa) [b] hb = Gemm<transB=1>(x, wb, bb) ra = Tanh(ha) rb = Tanh(hb) y = Mul(ra, rb)",
         {"wa": (8, 8), "wb": (8, 8), "bb": (8,)},
     ),
     "query_key_value": Case(
@@ -60,6 +61,27 @@ MERGED: dict[str, Case] = {
         " [c] hc = Gemm<transB=1>(ra, wc, bc) [d] hd = Gemm<transB=1>(ra, wd, bd) rc = Relu(hc)"
         " rd = Relu(hd) sc = Mul(rc, hb) y = Add(sc, rd)",
         {**{f"w{c}": (8, 8) for c in "abcd"}, **{f"b{c}": (8,) for c in "abcd"}},
+    ),
+    "activations_with_constants_of_channels": Case(
+        "[a] ha = Gemm(x, wa) pa = PRelu(ha, slopes) ta = Add(pa, half) sa = Mul(ta, row) la = LeakyRelu(sa)"
+        " [b] hb = Gemm(x, wb) pb = PRelu(hb, slope) tb = Add(pb, half) sb = Mul(tb, rows) lb = LeakyRelu(sb)"
+        " y = Concat<axis=1>(la, lb)",
+        {
+            "wa": (8, 3),
+            "wb": (8, 5),
+            "slopes": (3,),
+            "slope": [0.25],
+            "half": 0.5,
+            "row": (1, 3),
+            "rows": (5,),
+        },
+    ),
+    "unlike_activations_in_pairs": Case(
+        " ".join(
+            f"[{c}] h{c} = Gemm(x, w{c}) r{c} = {f}(h{c})" for c, f in zip("abcd", ACTIVATIONS, strict=True)
+        )
+        + " y = Concat<axis=1>(ra, rb, rc, rd)",
+        {f"w{c}": (8, n) for c, n in zip("abcd", (2, 3, 4, 5), strict=True)},
     ),
     "one_weight_is_zero": Case(
         "[a] ha = MatMul(x, wa) [b] hb = MatMul(x, wb) ra = Relu(ha) rb = Relu(hb) y = Add(ra, rb)",

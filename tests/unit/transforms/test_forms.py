@@ -11,14 +11,16 @@ from shape_models import rewrite
 
 AFTER = {
     "merged": {
-        "gemms": "Gemm Split Relu Sigmoid Concat",
-        "gemms_one_without_bias": "Gemm Split Relu Tanh Mul",
+        "gemms": "Gemm Relu Split Concat",
+        "gemms_one_without_bias": "Gemm Tanh Split Mul",
         "query_key_value": "MatMul Split Add Add Transpose MatMul Softmax MatMul",
-        "gemm_and_matmul": "MatMul Split Add Relu Relu Add",
+        "gemm_and_matmul": "MatMul Add Relu Split Add",
         "weights_on_the_left": "MatMul Split Concat",
         "a_residual_stays_behind": "MatMul Split Add Add Mul",
-        "experts_then_experts": "Gemm Split Relu Gemm Split Relu Relu Mul Add",
-        "one_weight_is_zero": "MatMul Split Relu Relu Add",
+        "experts_then_experts": "Gemm Gemm Relu Gemm Relu Split Mul Add",
+        "activations_with_constants_of_channels": "Gemm PRelu Add Mul LeakyRelu Split Concat",
+        "unlike_activations_in_pairs": "Gemm Gemm Relu Softplus Split Split Concat",
+        "one_weight_is_zero": "MatMul Relu Split Add",
     },
     "folded": {
         "a_transposed_weight": "MatMul",

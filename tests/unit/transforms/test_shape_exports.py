@@ -118,7 +118,7 @@ def test_every_mod_finds_its_pattern(exporter: str, tmp_path: Path) -> None:
         "pad-sites",
     }
     merged = [site for site in model.sites if site.merged_from]
-    assert [len(site.merged_from) for site in merged] == [4]
+    assert [len(site.merged_from) for site in merged] == [3]
     # 3 experts of 20 and a gate of 3, one more part of the Split.
     assert (merged[0].k, merged[0].n) == (48, 64)
 

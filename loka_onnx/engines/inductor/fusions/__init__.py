@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from loka_onnx.engines.inductor.fusions.attention import exact_attention
 from loka_onnx.engines.inductor.fusions.base import DOMAIN, DeclinedFusion, Fused
+from loka_onnx.engines.inductor.fusions.branches import stacked_branches
 from loka_onnx.engines.inductor.fusions.planned import Node, PlannedGraph
 from loka_onnx.engines.inductor.fusions.products import (
     grouped_concat,
@@ -28,6 +29,7 @@ FUSIONS: Mapping[str, Callable[[PlannedGraph, Node], Fused | None]] = {
     "token-residual-norm": token_residual_norm,
     "attention": exact_attention,
     "token-concat": token_concat,
+    "stacked-branches": stacked_branches,
     "concat-quantize": quantized_concat,
     "grouped-concat": grouped_concat,
     "merged-bias": merged_bias,

@@ -63,7 +63,7 @@ _LAYOUT = frozenset({"Reshape", "Unsqueeze", "Squeeze", "Flatten", "Identity"})
 _LIGHT = frozenset({"Add", "Cast", "Div", "Gather", "Mul", "Relu", "Sigmoid", "Slice", "Sub", "Where"})
 
 
-def _is_plain(node: Node) -> bool:
+def is_plain(node: Node) -> bool:
     """True for a MatMul, or a Gemm A · W + b or A · Wᵀ + b."""
     if node.op not in {"Gemm", "MatMul"} or not node.outputs:
         return False
@@ -73,7 +73,7 @@ def _is_plain(node: Node) -> bool:
 
 def _dequantized(node: Node) -> tuple[Node, Node] | None:
     """The two DQ of a product of an activation and a constant, both in one eight-bit type; or None."""
-    if not _is_plain(node):
+    if not is_plain(node):
         return None
     activation, weight = (node.reads(position).producer for position in (0, 1))
     if activation is None or weight is None:
@@ -94,7 +94,7 @@ def _dequantized(node: Node) -> tuple[Node, Node] | None:
 
 
 def _is_half(node: Node) -> bool:
-    if not _is_plain(node):
+    if not is_plain(node):
         return False
     activation, weight = node.reads(0), node.reads(1)
     if activation.is_constant or not weight.is_constant or len(weight.shape or ()) != 2:
@@ -210,7 +210,7 @@ def _biased(graph: PlannedGraph, split: Node) -> list[tuple[Node, Tensor]]:
     """Nodes that add their bias to the parts of a product without one; [] unless all parts match."""
     whole = split.reads(0)
     product, shape = whole.producer, whole.shape
-    if product is None or shape is None or not _is_plain(product) or product.has(2):
+    if product is None or shape is None or not is_plain(product) or product.has(2):
         return []
     if only_reader(graph, whole) is not split or split.attrs.get("axis", 0) not in {-1, len(shape) - 1}:
         return []

@@ -217,7 +217,9 @@ def _record_dense(node: Node, values: tuple[Value, ...], factors: tuple[Tensor, 
     mixed = len(wide) != len(values)
     reason = f"eight bits of one factor only: '{wide[0]}' is not quantized" if mixed and wide else ""
     kernel = "dequantized" if mixed else "dense"
-    node.scope.sites[node.name] = compiled_site(node.name, kernel, *factors, reason=reason)
+    # A batched product computes several sites (`fusions.branches`).
+    for site in node.get("products", [node.name]):
+        node.scope.sites[site] = compiled_site(site, kernel, *factors, reason=reason)
 
 
 @operator("Einsum")

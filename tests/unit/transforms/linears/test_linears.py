@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from rewrite_models import artifact, op_types
 from shape_cases import ANY_COPY, EXPANDED, MERGED, PADDED, TAKEN_APART, WIDE
 from shape_models import Case, assert_left_alone, feeds, match, rewrite, weight
@@ -42,7 +45,7 @@ def test_a_site_merged_twice_names_the_exported_sites(tmp_path: Path) -> None:
     """The second pass sees a merged site beside one that it may not have taken before."""
     case = Case(
         "[a] ha = Gemm(x, wa) [b] hb = Gemm(x, wb) [c] hc = Gemm(x, wc) ra = Relu(ha) rb = Relu(hb)"
-        " s = Add(ra, rb) y = Mul(s, hc)",
+        " rc = Relu(hc) s = Add(ra, rb) y = Mul(s, rc)",
         {"wa": (8, 8), "wb": (8, 8), "wc": 100 * weight(8, 8, seed=5)},
     )
     source = artifact(case.model(), tmp_path / "before.onnx")
@@ -61,6 +64,7 @@ def two(a: str, b: str, weights: Any = SQUARE, inputs: str = "float[batch,8] x",
     return Case(body, weights, inputs, **case)
 
 
+UNLIKE = "no other layer that reads its input has its activation, an epilogue of the product"
 LEFT_ALONE = {
     "they_read_different_tensors": Case(
         "s = Sigmoid(x) [a] ha = Gemm(x, wa) [b] hb = Gemm(s, wb) y = Mul(ha, hb)", SQUARE
@@ -69,6 +73,12 @@ LEFT_ALONE = {
         "t = Transpose<perm=[0,2,1]>(x) [a] ha = MatMul(x, wa) [dot] s = MatMul(x, t) y = MatMul(s, ha)",
         SQUARE,
         "float[batch,4,8] x",
+    ),
+    "unlike_activations": Case(
+        "[a] ha = Gemm(x, wa) [b] hb = Gemm(x, wb) [c] hc = Gemm(x, wc) ra = Elu<alpha=1.0>(ha)"
+        " rb = Elu<alpha=0.5>(hb) y0 = Mul(ra, rb) y = Mul(y0, hc)",
+        {"wa": (8, 8), "wb": (8, 8), "wc": (8, 8)},
+        why=dict.fromkeys("abc", UNLIKE),
     ),
     "wide": two(
         "Gemm(x, wa)",
@@ -110,6 +120,47 @@ LEFT_ALONE = {
         why={"a": "its weights reach 0.001, those of 'b' 0.1: one scale for both would cost precision"},
     ),
 }
+
+
+STEPS = {
+    "relu": "Relu({0})",
+    "leaky": "LeakyRelu<alpha=0.25>({0})",
+    "tanh": "Tanh({0})",
+    "gelu": "Gelu({0})",
+    "add": "Add({0}, v{1})",
+    "mul": "Mul(v{1}, {0})",
+    "from": "Sub(half, {0})",
+    "prelu": "PRelu({0}, v{1})",
+    "swish": "Mul({0}, gate{1})",
+}
+
+
+@settings(max_examples=25)
+@given(
+    st.lists(st.tuples(st.integers(1, 5), st.lists(st.sampled_from(sorted(STEPS)), max_size=3)), max_size=4)
+)
+def test_layers_with_any_chains_are_merged_and_equal(layers: list[tuple[int, list[str]]]) -> None:
+    """Two layers have one chain at least; constants are those of each layer."""
+    layers = [*layers[:1], *layers, (3, ["add", "relu"]), (2, ["add", "relu", "mul"])]
+    constants: dict[str, Any] = {"half": 0.5}
+    body, ends = [], []
+    for i, (n, chain) in enumerate(layers):
+        constants |= {f"w{i}": weight(8, n, seed=i), f"v{i}": weight(*((1, n) if i % 2 else (n,)), seed=i)}
+        body.append(f"[fc{i}] t{i}_0 = Gemm(x, w{i}{f', v{i}' if i % 3 else ''}) gate{i} = Sigmoid(x{i})")
+        body += [f"t{i}_{j + 1} = {STEPS[step].format(f't{i}_{j}', i)}" for j, step in enumerate(chain)]
+        ends.append(f"t{i}_{len(chain)}")
+    columns = ", ".join(f"float[batch,{n}] x{i}" for i, (n, _) in enumerate(layers))
+    case = Case(
+        f"{' '.join(body)} y0 = Concat<axis=1>({', '.join(ends)}) y = Neg(y0)",
+        constants,
+        f"float[batch,8] x, {columns}",
+    )
+    with TemporaryDirectory() as folder:
+        done = rewrite(case.model(), MergeParallelLinears(spread=1e6), Path(folder))
+    # Of layers that became one, each has its activation in front of the Split.
+    for split in (node for node in done.after.graph.node if node.op_type == "Split"):
+        readers = [node.op_type for node in done.after.graph.node if set(node.input) & {*split.output}]
+        assert not {*readers} & {"Relu", "Tanh", "Gelu", "LeakyRelu", "PRelu"}
 
 
 def test_one_wide_layer_does_not_keep_the_others_apart(tmp_path: Path) -> None:
