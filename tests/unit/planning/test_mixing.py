@@ -16,6 +16,7 @@ from loka_onnx.core.plan import Climb, Climbs, PlanSet
 from loka_onnx.core.profile import Profile
 from loka_onnx.core.recipe import MSE, PER_CHANNEL_WEIGHT, Granularity, Recipe
 from loka_onnx.core.timing import QUANTIZE, Kernel, KernelTiming, Provenance, Shape
+from loka_onnx.planning.high_error_channels import errors_to_leave
 from loka_onnx.planning.policy import PlanOptions, make_plans
 from loka_onnx.planning.site_speed import DeviceTimings
 
@@ -137,3 +138,17 @@ def test_what_no_backend_multiplies_in_integers_is_in_fp8(tmp_path):
     plans = plans_of(model, measured(model, {"left": (0.1, 0.01), "right": (0.1, 0.01)}))
     assert plans.plan("mixed").formats == {"left": FLOAT, "right": INTEGER}
     assert "rather than" not in plans.plan("mixed").decision("left").reason
+
+
+def test_what_a_site_may_keep_of_its_error_is_told_in_its_own_format(model):
+    """A site that fits in one of both is left whole; of one that fits in none, the smaller error counts."""
+    rows = {"selection": 100_000, "certification": 100_000}
+    of_all = ((2.0, 0.01), (0.02, 0.03), (0.01, 3.0), (40.0, 5.0))
+    profile = measured(model, dict(zip(PARTS, of_all, strict=True)))
+    both, alone = (
+        errors_to_leave(model, profile, (CTR,), of, PlanOptions(), rows) for of in (RECIPES, RECIPES[1:])
+    )
+    assert list(both) == ["fc4"]
+    assert set(alone) == {"fc3", "fc4"}
+    # Both share what is left.
+    assert alone["fc4"] < both["fc4"] < 0.5
