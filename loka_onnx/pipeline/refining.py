@@ -282,7 +282,12 @@ class _Loop:
         target = here[0].engine.target
         if not any(t.is_quantized for t in real):
             return self._document(target, "no engine here runs FP8 or INT8 at a speed that counts")
-        self._measure(real, None)
+        self._judge(real)
+        if not self._has_prospects(real, target):
+            return self._document(
+                target, "every engine here is inside its budget, and no other plan is known"
+            )
+        self._time(real, None)
         exact = [t for t in here if t.speed is not None and not t.is_quantized]
         timed = [t for t in real if t.speed is not None and t.is_quantized]
         if not timed:
@@ -316,21 +321,37 @@ class _Loop:
             new = [_Trial(engine, proposal, number, us) for engine, proposal, us in parts]
             self.trials += new
             ready = [t for t in new if t.engine.status is BuildStatus.READY and not t.engine.simulated]
-            self._measure(ready, anchor)
+            self._judge(ready)
+            self._time(ready, anchor)
         return f"the limit of {self._limits.rounds} rounds was reached"
 
-    def _measure(self, trials: Sequence[_Trial], anchor: _Trial | None) -> None:
-        """Time and judge engines, those of a later round beside the anchor."""
+    def _has_prospects(self, trials: Sequence[_Trial], target: str) -> bool:
+        """True if a plan may follow: an engine misses its budget, or the search proposes an untried one."""
+        if any(trial.is_quantized and not trial.is_within for trial in trials):
+            return True
+        seen = {_assignment(trial.plan) for trial in self.trials}
+        searched = self._bench.from_search(target)
+        return any(plan.quantized_sites and _assignment(plan) not in seen for plan in searched)
+
+    def _judge(self, trials: Sequence[_Trial]) -> None:
+        if trials:
+            found = self._bench.judge([trial.engine for trial in trials])
+            for trial, evaluation in zip(trials, found, strict=True):
+                trial.evaluation = evaluation
+        self.judged += trials
+
+    def _time(self, trials: Sequence[_Trial], anchor: _Trial | None) -> None:
+        """Time judged engines, those of a later round beside the anchor."""
         if not trials:
             return
         engines = [trial.engine for trial in trials]
         timed = self._bench.time([*engines, *([] if anchor is None else [anchor.engine])])
         beside = None if anchor is None else _speed(timed, anchor.engine)
-        for trial, evaluation in zip(trials, self._bench.judge(engines), strict=True):
-            trial.evaluation = with_latencies(evaluation, timed)
+        for trial in trials:
+            if trial.evaluation is not None:
+                trial.evaluation = with_latencies(trial.evaluation, timed)
             trial.speed = _speed(timed, trial.engine)
             trial.anchor = None if trial.speed is None else beside
-        self.judged += trials
 
     def _wanted(self, names: Iterator[str], target: str) -> list[_Proposal]:
         """Plans worth building next, the most promising first; nothing that was tried before."""

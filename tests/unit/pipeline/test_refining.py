@@ -279,8 +279,23 @@ def test_an_engine_that_is_not_faster_gives_nothing_back():
     inside = [engine_of(name) for name in ("bf16", "fp8-safe")]
     found, _ = run([*inside, engine_of("fp8-all")])
     assert found.added.plans != ()
-    _, bench = run(inside)
-    assert bench.asked == []
+    # As fast as `a` alone, and beyond the budget.
+    plans = PlanSet((*START.plans, plan("slow", "b", "c")))
+    _, bench = run([*inside, engine_of("slow")], plans=plans)
+    assert (bench.asked, len(bench.timed)) == ([], 1)
+
+
+@KINDS
+def test_where_nothing_could_follow_no_engine_is_timed(kind):
+    """Judging is needed in any case; timing twice is not."""
+    inside = [engine(each) for each in start(kind).plans if not each.id.endswith("-all")]
+    tried = SimulatedBench(proposed=(plan("x", "a", kind=kind), plan("y")))
+    found, bench = run(inside, tried, plans=start(kind))
+    assert (bench.timed, bench.built, bench.judged) == ([], [], [each.plan for each in inside])
+    assert [e.plan for e in found.added.evaluations.evaluations] == bench.judged
+    assert only(found).ended == "every engine here is inside its budget, and no other plan is known"
+    found, bench = run(inside, SimulatedBench(proposed=(plan("x", "a", "c", kind=kind),)), plans=start(kind))
+    assert (len(bench.timed), only(found).best) == (2, "refined-1")
 
 
 def test_a_build_that_fails_costs_that_plan_only():
