@@ -17,7 +17,7 @@ from loka_onnx.core.profile import Profile
 from loka_onnx.core.recipe import MSE, PER_CHANNEL_WEIGHT, Granularity, Recipe
 from loka_onnx.core.timing import QUANTIZE, Kernel, KernelTiming, Provenance, Shape
 from loka_onnx.planning.high_error_channels import errors_to_leave
-from loka_onnx.planning.policy import PlanOptions, make_plans
+from loka_onnx.planning.policy import Planner, PlanOptions, make_plans
 from loka_onnx.planning.site_speed import DeviceTimings
 
 INTEGERS = Recipe.of(INT8, Granularity.PER_CHANNEL, MSE)
@@ -111,6 +111,17 @@ def test_the_faster_format_inside_the_share_is_taken(model, spread, of_fc4):
     fast = plans_of(model, measured(model, parts), devices=times, plans=("int8-fast",))
     assert fast.plan("int8-fast").int8_sites == ("fc0", "fc1", "fc3", "fc4")
     assert "10 µs in bf16 and 6 in int8 at batch 8" in fast.plan("int8-fast").decision("fc0").reason
+
+
+def test_what_the_search_proposes_beside_a_mixed_plan_keeps_its_formats(model):
+    parts = {"fc0": (0.3, 0.01), "fc1": (0.3, 0.01), "fc3": (0.2, 0.9), "fc4": (0.1, 0.02)}
+    options = PlanOptions(devices=(timings({32: (5.0, 6.0)}),), confidence=0.95)
+    found = Planner(model, measured(model, parts), (CTR,), RECIPES, options, "mixed").refinements()
+    assert found and all(plan.device == "gpu" for plan in found)
+    formats = {"fc0": INTEGER, "fc1": INTEGER, "fc3": FLOAT, "fc4": FLOAT}
+    for each in found:
+        assert each.quantized_sites and set(each.quantized_sites) != set(formats)
+        assert all(each.decision(site).precision is formats[site] for site in each.quantized_sites)
 
 
 def test_a_mixed_plan_has_a_ladder_of_its_own(model):
