@@ -16,6 +16,7 @@ from loka_onnx.core.plan import Climb, Climbs, PlanSet
 from loka_onnx.core.profile import Profile
 from loka_onnx.core.recipe import MSE, PER_CHANNEL_WEIGHT, Granularity, Recipe
 from loka_onnx.core.timing import QUANTIZE, Kernel, KernelTiming, Provenance, Shape
+from loka_onnx.operations.refresh.replanning import replan
 from loka_onnx.planning.high_error_channels import errors_to_leave
 from loka_onnx.planning.policy import Planner, PlanOptions, make_plans
 from loka_onnx.planning.site_speed import DeviceTimings
@@ -137,6 +138,23 @@ def test_a_mixed_plan_of_one_format_is_left_out(model, at, word):
     plans = plans_of(model, measured(model, parts))
     assert [plan.id for plan in plans.plans] == ["fp8-safe", "int8-safe"]
     assert plans.notes == (f"plan mixed is left out: it would have sites in {word} alone",)
+
+
+@pytest.mark.parametrize("plan_id", ["fp8-all", "int8-all", "mixed"])
+def test_a_refresh_keeps_the_format_of_each_site(model, plan_id):
+    """Scales and costs are those of the new profile, in the formats of the earlier plan."""
+    before = plans_of(model, measured(model, PARTS), plans=(plan_id,)).plan(plan_id)
+    profile = measured(model, {name: (2.0 * fp8, 3.0 * int8) for name, (fp8, int8) in PARTS.items()})
+    doubled = {
+        recipe: {tensor: 2.0 * scale for tensor, scale in of.items()} for recipe, of in profile.scales.items()
+    }
+    now = replan(before, model, replace(profile, scales=doubled), (CTR,))
+    assert now.formats == before.formats and now.quantized_sites == before.quantized_sites
+    for one, other in zip(now.decisions, before.decisions, strict=True):
+        assert (one.recipe, one.weight_scale) == (other.recipe, other.weight_scale)
+        assert one.activation_scale == pytest.approx(2.0 * other.activation_scale)
+    grown = sum(PARTS[site][p is INTEGER] * (3.0 if p is INTEGER else 2.0) for site, p in now.formats.items())
+    assert now.predicted_kl["ctr"] == pytest.approx(grown * ALLOWED)
 
 
 def test_what_no_backend_multiplies_in_integers_is_in_fp8(tmp_path):
