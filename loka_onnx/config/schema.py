@@ -158,8 +158,8 @@ class RefineConfig(Strict):
 
     rounds: Annotated[int, Field(ge=0, le=20)] = Field(
         3,
-        description="most rounds of building, timing and judging more plans, where a device here runs FP8; "
-        "0 for none",
+        description="most rounds of building, timing and judging more plans, where a device here runs FP8 "
+        "or INT8; 0 for none",
     )
     plans: Annotated[int, Field(ge=1, le=100)] = Field(
         3, description="most plans that are built in one round"

@@ -46,7 +46,7 @@ class Step:
 
     Attributes:
         returned: Sites reverted from the parent.
-        fp8_sites: Number of sites in FP8; `fp8_share` is their share of the FP8-able FLOPs.
+        fp8_sites: Number of sites in FP8 or INT8; `fp8_share` is their share of the FP8-able FLOPs.
         detail: Failure with its evidence, or why it was declined or not judged; empty where judged and timed.
         latency_us: Median latency by batch size (as text), microseconds; empty where not timed.
         predicted_us: Prediction before anything of this engine was measured, at the pace of its round (given

@@ -19,7 +19,7 @@ from loka_onnx.graph.storage import model_files
 from loka_onnx.numerics.product_error import Rounding
 from loka_onnx.pipeline.context import CHECK_ROWS, Context
 from loka_onnx.pipeline.directory import Stage
-from loka_onnx.pipeline.plans import planned_formats, recipes_of
+from loka_onnx.pipeline.plans import planned_formats, planned_recipes
 from loka_onnx.pipeline.probing import Probing
 from loka_onnx.planning.high_error_channels import errors_to_leave
 from loka_onnx.planning.policy import PlanOptions
@@ -98,13 +98,13 @@ def split_high_error(context: Context, merged: ModdedModel, left: Mapping[str, f
     """High-error channels of sites that do not fit as products of their own → `model/modified.json`; `left`
     is the part of its error that each of these sites may keep.
     """
-    format = planned_formats(context.config)[0]
+    formats = [format.of_weights for format in planned_formats(context.config)]
 
     def make() -> SplitModel:
         split = Rewritten(merged.model, RewriteLog(()))
         if left:
             target, rows = context.path("model/loud.onnx"), context.first_rows(_rows(context.config))
-            mod = SplitHighErrorChannels(left, [rows], target.parent, format.of_weights)
+            mod = SplitHighErrorChannels(left, [rows], target.parent, formats)
             split = apply_mods(merged.model, [rows], target, [mod], context.progress)
         log = RewriteLog((*merged.log.records, *split.log.records))
         return SplitModel(split.model, log, HighErrorChannels(dict(left)))
@@ -113,7 +113,7 @@ def split_high_error(context: Context, merged: ModdedModel, left: Mapping[str, f
         "model": merged.model,
         "data": context.splits.calibration,
         "left": left,
-        "format": format.name,
+        "formats": [format.name for format in formats],
         "rows": _rows(context.config),
     }
     # A model that stays as it is, and its tables in any case, belong to the stage that wrote them.
@@ -125,21 +125,15 @@ def split_high_error(context: Context, merged: ModdedModel, left: Mapping[str, f
 def allowed_errors(context: Context, merged: MeasuredModel) -> dict[str, float]:
     """Return the part of its error that each site which fits in no planned format may keep, at most one half.
 
-    The parts are those of the first format, which has the largest errors. Empty where mods split nothing.
+    Of several formats each site has the one that it has in a plan `mixed`. Empty where mods split nothing.
     """
     chosen = context.config.plan
     if not context.config.mods.split_channels:
         return {}
     options = PlanOptions(keep=chosen.keep, force=chosen.force, protect=chosen.protect)
     rows = context.judged_rows
-    first, *others = (
-        errors_to_leave(
-            merged.model, merged.profile, context.specs, recipes_of(format, chosen.scale), options, rows
-        )
-        for format in planned_formats(context.config)
-    )
-    # A split for one format would cost the engines of the others time.
-    return {site: left for site, left in first.items() if all(site in other for other in others)}
+    recipes = planned_recipes(context.config)
+    return errors_to_leave(merged.model, merged.profile, context.specs, recipes, options, rows)
 
 
 def rewrite(context: Context, target: Path) -> Rewritten:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from loka_onnx.config import PlanId, RunConfig, ScaleRule, TargetConfig
 from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.formats import INT8, UINT8, NumberFormat, Precision
-from loka_onnx.core.plan import EIGHT_BITS, Climbs, Decision, PlanSet, PrecisionPlan, Verdict
+from loka_onnx.core.plan import EIGHT_BITS, MIXED, Climbs, Decision, PlanSet, PrecisionPlan, Verdict
 from loka_onnx.core.profile import Profile
 from loka_onnx.core.recipe import AMAX, MSE, Granularity, Recipe
 from loka_onnx.engines.base import Backend
@@ -264,8 +264,11 @@ def decide_plans(context: Context, model: ModelArtifact, profile: Profile, safe:
 
 
 def search_plans(context: Context, model: ModelArtifact, profile: Profile) -> tuple[PrecisionPlan, ...]:
-    """Plans beside the best one of the search over kernel times, for every device with such times."""
+    """Plans beside the best one of the search over kernel times, for every device with such times; those of
+    `mixed` first, where it competes.
+    """
     recipes, options = planned_recipes(context.config), plan_options(context, model)
-    kinds = dict.fromkeys(recipe.precision for recipe in recipes)
+    kinds: list[str] = [MIXED] if MIXED in options.plans else []
+    kinds += dict.fromkeys(recipe.precision for recipe in recipes)
     planners = (Planner(model, profile, context.specs, recipes, options, kind) for kind in kinds)
     return tuple(plan for planner in planners for plan in planner.refinements())

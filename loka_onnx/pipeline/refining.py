@@ -1,8 +1,8 @@
 """Engine in the loop: plans that follow from what engines on the device were measured to do.
 
 Kernel times and sensitivities predict; an engine fuses, falls back and rounds in its own way. So a handful of
-plans is built, timed and judged (blanket FP8, everything safe, safe and fast), and further ones follow from
-what was found, in rounds:
+plans is built, timed and judged (everything in eight bits, everything safe, safe and fast), and further ones
+follow from what was found, in rounds:
 
 * Sites are given back where an engine is faster than the fastest one inside the budget and misses it
   (`planning.ladder`), until its upper bound fits.
@@ -12,11 +12,12 @@ what was found, in rounds:
 Before an engine is built, its latency is predicted from earlier measurements (`planning.expected_latency`).
 
 What is worth a step is on the Pareto front of time and upper bound (`expected_latency`). Times of rounds
-are compared through an engine without FP8, the anchor, which is timed in turns with the others each time.
-Accuracy is judged on the selection split, from the engines' own outputs; certification is not looked at here.
+are compared through an engine in high precision, the anchor, which is timed in turns with the others each
+time. Accuracy is judged on the selection split, from the engines' own outputs; certification is not looked at
+here.
 
-A refinement is built by the backend whose FP8 engine is the fastest on that hardware: a build takes minutes,
-and a few sites seldom change the order of backends.
+A refinement is built by the backend whose quantized engine is the fastest on that hardware: a build takes
+minutes, and a few sites seldom change the order of backends.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ REFINE = Stage("refine", {"document": "refinement.json", "added": REFINED_NAME},
 
 
 def refine_engines(judging: Judging, results: Results) -> Results:
-    """Rounds of further plans on devices here that run FP8 → `refinement.json`, `refined.json`.
+    """Rounds of further plans on devices here that run FP8 or INT8 → `refinement.json`, `refined.json`.
 
     The results have what was added, and what was judged of any engine on selection.
     """
@@ -77,7 +78,7 @@ def refine_engines(judging: Judging, results: Results) -> Results:
     is_worth = any(
         engine.status is BuildStatus.READY
         and not engine.simulated
-        and results.plans.plan(engine.plan).fp8_sites
+        and results.plans.plan(engine.plan).quantized_sites
         for engine in engines
     )
     if settings.rounds == 0 or not is_worth:
@@ -179,7 +180,7 @@ class _Trial:
         return self.proposal.plan
 
     @property
-    def has_fp8(self) -> bool:
+    def is_quantized(self) -> bool:
         return bool(self.plan.quantized_sites)
 
     @property
@@ -233,7 +234,7 @@ def refine(
     limits: RefineConfig,
     clock: Callable[[], float] = time.monotonic,
 ) -> Rounds:
-    """Improve plans on every piece of hardware that is here and runs FP8; `clock` tells seconds."""
+    """Improve plans on every piece of hardware that is here and runs FP8 or INT8; `clock` tells seconds."""
     loops = [
         _Loop(rivals, plans, bench, limits, clock)
         for target in dict.fromkeys(engine.target for engine in engines)
@@ -279,20 +280,25 @@ class _Loop:
             return None
         real = [t for t in here if not t.engine.simulated]
         target = here[0].engine.target
-        if not any(t.has_fp8 for t in real):
-            return self._document(target, "no engine here runs FP8 at a speed that counts")
-        self._measure(real, None)
-        exact = [t for t in here if t.speed is not None and not t.has_fp8]
-        timed = [t for t in real if t.speed is not None and t.has_fp8]
+        if not any(t.is_quantized for t in real):
+            return self._document(target, "no engine here runs FP8 or INT8 at a speed that counts")
+        self._judge(real)
+        if not self._has_prospects(real, target):
+            return self._document(
+                target, "every engine here is inside its budget, and no other plan is known"
+            )
+        self._time(real, None)
+        exact = [t for t in here if t.speed is not None and not t.is_quantized]
+        timed = [t for t in real if t.speed is not None and t.is_quantized]
         if not timed:
-            return self._document(target, "no engine with FP8 could be timed")
+            return self._document(target, "no engine with FP8 or INT8 could be timed")
         if not exact:
-            return self._document(target, "no engine without FP8 was timed")
+            return self._document(target, "no engine in high precision was timed")
         anchor = min(exact, key=lambda t: t.per_row_us)
         self._first = anchor.speed
         for trial in self.trials:
             trial.anchor = None if trial.speed is None else self._first
-        # They were timed in turns: what those with FP8 take must follow from those without.
+        # They were timed in turns: what quantized ones take must follow from those without.
         for trial in timed:
             trial.predicted = self._expected(trial.plan, trial.engine, exact)
         like = min(timed, key=lambda t: t.per_row_us).engine
@@ -315,21 +321,37 @@ class _Loop:
             new = [_Trial(engine, proposal, number, us) for engine, proposal, us in parts]
             self.trials += new
             ready = [t for t in new if t.engine.status is BuildStatus.READY and not t.engine.simulated]
-            self._measure(ready, anchor)
+            self._judge(ready)
+            self._time(ready, anchor)
         return f"the limit of {self._limits.rounds} rounds was reached"
 
-    def _measure(self, trials: Sequence[_Trial], anchor: _Trial | None) -> None:
-        """Time and judge engines, those of a later round beside the anchor."""
+    def _has_prospects(self, trials: Sequence[_Trial], target: str) -> bool:
+        """True if a plan may follow: an engine misses its budget, or the search proposes an untried one."""
+        if any(trial.is_quantized and not trial.is_within for trial in trials):
+            return True
+        seen = {_assignment(trial.plan) for trial in self.trials}
+        searched = self._bench.from_search(target)
+        return any(plan.quantized_sites and _assignment(plan) not in seen for plan in searched)
+
+    def _judge(self, trials: Sequence[_Trial]) -> None:
+        if trials:
+            found = self._bench.judge([trial.engine for trial in trials])
+            for trial, evaluation in zip(trials, found, strict=True):
+                trial.evaluation = evaluation
+        self.judged += trials
+
+    def _time(self, trials: Sequence[_Trial], anchor: _Trial | None) -> None:
+        """Time judged engines, those of a later round beside the anchor."""
         if not trials:
             return
         engines = [trial.engine for trial in trials]
         timed = self._bench.time([*engines, *([] if anchor is None else [anchor.engine])])
         beside = None if anchor is None else _speed(timed, anchor.engine)
-        for trial, evaluation in zip(trials, self._bench.judge(engines), strict=True):
-            trial.evaluation = with_latencies(evaluation, timed)
+        for trial in trials:
+            if trial.evaluation is not None:
+                trial.evaluation = with_latencies(trial.evaluation, timed)
             trial.speed = _speed(timed, trial.engine)
             trial.anchor = None if trial.speed is None else beside
-        self.judged += trials
 
     def _wanted(self, names: Iterator[str], target: str) -> list[_Proposal]:
         """Plans worth building next, the most promising first; nothing that was tried before."""
@@ -351,7 +373,7 @@ class _Loop:
         for point in self._front():
             trial = by_name[point.name]
             too_slow = point.time >= fastest * (1.0 - NOISE)
-            if too_slow or trial.is_within or not trial.has_fp8 or trial.evaluation is None:
+            if too_slow or trial.is_within or not trial.is_quantized or trial.evaluation is None:
                 continue
             if (reverted := self._bench.revert_sites(trial.plan, trial.evaluation, target)) is not None:
                 yield _Proposal(reverted.plan, Origin.GIVEN_BACK, trial.plan.id, reverted.returned)

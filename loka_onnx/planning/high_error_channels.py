@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from loka_onnx.core.artifact import ModelArtifact, OutputSpec
 from loka_onnx.core.intervals import CONFIDENCE
+from loka_onnx.core.plan import MIXED
 from loka_onnx.core.profile import Profile
 from loka_onnx.core.recipe import Recipe
 from loka_onnx.graph.model import GraphModel
@@ -39,6 +40,8 @@ def errors_to_leave(
 ) -> dict[str, float]:
     """Return the part of its error, between 0 and 1, that each site that does not fit may keep.
 
+    Where `recipes` are of several precisions, a site has the one that it has in a plan `mixed`.
+
     A pattern of `options` that matches nothing here may match sites that mods make later; `make_plans` judges
     it. `rows` are those of ``selection`` and ``certification``. Raises PlanningError if the profile lacks a
     site of the model, or an output.
@@ -48,7 +51,9 @@ def errors_to_leave(
     keep = tuple(pattern for pattern in options.keep if pattern not in gone)
     force = tuple(pattern for pattern in options.force if pattern not in gone)
     options = replace(options, keep=keep, force=force)
-    start = Planner(model, profile, outputs, recipes, options).start_ladder()
+    kinds = {recipe.precision for recipe in recipes}
+    kind = MIXED if len(kinds) > 1 else ""
+    start = Planner(model, profile, outputs, recipes, options, kind).start_ladder()
     goal = Goal.of(0, 1.0 - CONFIDENCE)
     fitting = start.rungs[expected_rung(start.ladder, start.rungs, replace(goal, chance=SURE), rows)]
     above = [

@@ -1,4 +1,4 @@
-"""The ladder of plans: nested sets of FP8 sites, climbed and descended by measurements.
+"""The ladder of plans: nested sets of quantized sites, climbed and descended by measurements.
 
 Sites are ordered once, by KL per microsecond saved, or per operation where no kernel times are known; rung k
 has the first k of them. No label decides the order. Where times are known, sites that read one quantized
@@ -41,7 +41,7 @@ happens to find good."""
 
 @dataclass(frozen=True)
 class Reverted:
-    """A plan, under its original id, without the FP8 of some sites, `returned` in the order of reverting."""
+    """A plan, under its original id, less some quantized sites, `returned` in the order of reverting."""
 
     plan: PrecisionPlan
     returned: tuple[Returned, ...]
@@ -50,7 +50,7 @@ class Reverted:
 class Ladder:
     """Costs and savings of the sites of one model, and the order that follows.
 
-    `forced` sites are in FP8 whatever they cost. `outputs` are the judged ones, by name.
+    `forced` sites are quantized whatever they cost. `outputs` are the judged ones, by name.
     """
 
     def __init__(
@@ -70,8 +70,8 @@ class Ladder:
     def revert_sites(self, plan: PrecisionPlan, evaluation: Evaluation, device: str) -> Reverted | None:
         """Return the plan with the fewest sites reverted that should bring its engine inside the budget.
 
-        `evaluation` is the engine's on the selection split. None where no FP8 site would be left, or nothing
-        is expected to help.
+        `evaluation` is the engine's on the selection split. None where no quantized site would be left, or
+        nothing is expected to help.
         """
         sites = plan.quantized_sites
         *lower, top = self.rungs(sites, device)
@@ -157,7 +157,7 @@ class Ladder:
         return any(speed.saved_us for speed in self._on(device))
 
     def _saved_us(self, unit: Unit, sites: Collection[str], device: str) -> float | None:
-        """Return microseconds per row that a unit saves while the others stay in FP8, mean over batch sizes.
+        """Return microseconds per row that a unit saves beside the others, mean over batch sizes.
 
         Includes the quantize steps that only it needs, and those behind it that it makes free.
         """
@@ -170,7 +170,7 @@ class Ladder:
         return fsum(saved) / len(batches)
 
     def plan_of(self, plan: PrecisionPlan, left: Collection[str], device: str = "") -> PrecisionPlan:
-        """Return the plan with only these of its sites in FP8."""
+        """Return the plan with only these of its sites quantized."""
         gone = set(plan.quantized_sites).difference(left)
         why = f"given back: the engine of '{plan.id}' is not inside the budget"
         decisions = tuple(
@@ -207,10 +207,10 @@ class Ladder:
 
 
 def _quantized_us(known: Sequence[SiteSpeed], sites: Collection[str], batch: str) -> float:
-    """Return the extra time of sites in FP8: quantize steps less savings of products, at a batch size.
+    """Return the extra time of sites in eight bits: quantize steps less savings of products, at a batch size.
 
-    Readers of a tensor share its quantize step; it is free where the site that makes the tensor is in FP8
-    too. A reader without a known time needs it as well: its time and maker are known from the others.
+    Readers of a tensor share its quantize step; it is free where the site that makes the tensor is
+    quantized too. A reader without a known time needs it too: time and maker are known from the others.
     """
     steps = {speed.tensor: speed.quantize_us[batch] for speed in known if batch in speed.quantize_us}
     makers = {speed.tensor: speed.made_by for speed in known if speed.made_by}

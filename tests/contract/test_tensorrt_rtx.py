@@ -146,6 +146,15 @@ def test_int8_is_engaged(case: str, base: Precision, architecture: str, tmp_path
     assert site.operands == ("int8", "int8")
 
 
+def test_fp32_products_are_refused_for_turing_alone(tmp_path: Path) -> None:
+    with pytest.raises(EngineError) as refused:
+        compile_body(tmp_path, gemm(64, 128, axis=0), (64,), Precision.FP32, "sm75", INT8)
+    assert "FP32 GEMM is not supported" in refused.value.evidence
+    assert (
+        compile_body(tmp_path, gemm(64, 128, axis=0), (64,), Precision.FP32, "sm86", INT8).sites["fc"].engaged
+    )
+
+
 def test_int8_weights_are_no_int8_product(tmp_path: Path) -> None:
     """Scales along K: the weights stay in INT8 in the engine, and are converted for a product of the base."""
     found = compile_body(tmp_path, matmul(64, 128, axis=0), (64,), Precision.FP16, "sm75", INT8)

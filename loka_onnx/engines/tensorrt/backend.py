@@ -62,7 +62,7 @@ from loka_onnx.sessions.runner import Runner
 
 ENGINE_FILE = "engine.trt"
 BF16_FROM = 80
-"""Lowest compute capability with BF16 tensor cores."""
+"""Lowest compute capability with BF16 tensor cores, and with FP32 products in TensorRT for RTX."""
 
 
 class TensorRtFamily(Backend):
@@ -177,6 +177,15 @@ class TensorRtRtxBackend(TensorRtFamily):
     def architectures_of(self, trt: Any) -> Iterable[str]:
         """Those that the library can select."""
         return known_capabilities(trt)
+
+    def decline(self, plan: PrecisionPlan, architecture: str) -> str | None:
+        """See `TensorRtFamily.decline`: its compiler takes no FP32 product for sm75 either."""
+        if plan.base is Precision.FP32 and capability(architecture) < BF16_FROM:
+            return (
+                f"{self.spec.title} compiles no FP32 products for {architecture} (sm{BF16_FROM} is the first "
+                'with any; "FP32 GEMM is not supported"): FP16 plans build there'
+            )
+        return super().decline(plan, architecture)
 
     def settings(self, trt: Any, request: BuildRequest) -> BuildSettings:
         """One profile and no timing cache: kernels are timed only when the engine is loaded."""

@@ -1,9 +1,9 @@
 """Refresh: apply the decisions of an earlier run to a retrained checkpoint.
 
-Kept: sites, which of them run in FP8 and under which recipe, which engines are built, timings. Done again:
-the export, the mods (they write weights), ranges and scales, corrections, the engines that the earlier run
-chose, and their certification. Where that does not hold on the new weights, everything is done anew, in the
-same directory, and its certification counts as the second look at those rows (`core.lineage`).
+Kept: sites, which of them run in eight bits and under which recipe, which engines are built, timings. Done
+again: the export, the mods (they write weights), ranges and scales, corrections, the engines that the earlier
+run chose, and their certification. Where that does not hold on the new weights, everything is done anew, in
+the same directory, and its certification counts as the second look at those rows (`core.lineage`).
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ def unproven_reason(
 
 
 def site_moves(before: EarlierRun, profile: Profile, plans: PlanSet) -> tuple[SiteMove, ...]:
-    """Return the sites that any plan runs in FP8, those whose scales moved most first."""
+    """Return the sites that any plan quantizes, those whose scales moved most first."""
     moves: dict[str, SiteMove] = {}
     for plan in plans.plans:
         earlier = before.plans.plan(plan.id)

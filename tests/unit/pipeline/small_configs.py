@@ -11,9 +11,9 @@ import yaml
 
 from loka_onnx.config import RunConfig, load_run_file
 from loka_onnx.core.engine import BuildStatus, EngineArtifact
-from loka_onnx.core.formats import Precision
+from loka_onnx.core.formats import INT8, Precision
 from loka_onnx.core.plan import Decision, PrecisionPlan, Verdict
-from loka_onnx.core.recipe import PER_TENSOR
+from loka_onnx.core.recipe import PER_TENSOR, Recipe
 
 
 def config_of(folder: Path, **sections: Any) -> RunConfig:
@@ -36,12 +36,13 @@ def plan_of(
     fp8: Collection[str] = (),
     sites: Collection[str] = ("fc",),
     base: Precision = Precision.BF16,
+    int8: Collection[str] = (),
     **changes: Any,
 ) -> PrecisionPlan:
-    """A plan with some of its sites in FP8."""
+    """A plan with some of its sites in FP8, those of `int8` in INT8 instead."""
     decisions = tuple(
-        Decision(site, Precision.FP8, PER_TENSOR, Verdict.SAFE, "", 1.0, (1.0,))
-        if site in fp8
+        Decision(site, recipe.precision, recipe, Verdict.SAFE, "", 1.0, (1.0,))
+        if site in fp8 and (recipe := Recipe.of(INT8) if site in int8 else PER_TENSOR)
         else Decision(site, base, None, Verdict.NOT_JUDGED, "")
         for site in sites
     )

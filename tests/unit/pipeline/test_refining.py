@@ -41,19 +41,30 @@ from loka_onnx.sessions import host_devices
 from loka_onnx.sessions.cuda import CudaDevice
 
 SAVED = {"a": 30.0, "b": 10.0, "c": 20.0, "d": -5.0}
-"""Microseconds that a site in FP8 saves of 100."""
+"""Microseconds that a quantized site saves of 100."""
 UPPER = {"a": 0.3, "b": 0.9, "c": 0.4, "d": 0.1}
 """Part of the budget that its upper bound takes."""
 
 
-def plan(name: str, *fp8: str) -> PrecisionPlan:
+INT8_SITES = {"fp8": "", "int8": "abcd", "mixed": "bc"}
+"""Sites of each kind of plan that have INT8 where they are quantized."""
+KINDS = pytest.mark.parametrize("kind", INT8_SITES)
+
+
+def plan(name: str, *quantized: str, kind: str = "fp8") -> PrecisionPlan:
     # Kernel times say of each site that it saves 1 µs less than it does.
-    known = {"gpu": {"10": 70.0 - sum(SAVED[site] - 1.0 for site in fp8)}}
+    known = {"gpu": {"10": 70.0 - sum(SAVED[site] - 1.0 for site in quantized)}}
     base = Precision.FP32 if name == "fp32" else Precision.BF16
-    return plan_of(name, fp8, SAVED, base, predicted_us=known)
+    return plan_of(name, quantized, SAVED, base, INT8_SITES[kind], predicted_us=known)
 
 
-START = PlanSet((plan("fp32"), plan("bf16"), plan("fp8-all", *SAVED), plan("fp8-safe", "a")))
+def start(kind: str) -> PlanSet:
+    """Plans of a run: two in high precision, and two whose quantized sites have the formats of a kind."""
+    both = plan(f"{kind}-all", *SAVED, kind=kind), plan(f"{kind}-safe", "a", kind=kind)
+    return PlanSet((plan("fp32"), plan("bf16"), *both))
+
+
+START = start("fp8")
 
 
 def engine(of: PrecisionPlan, **changes: object) -> EngineArtifact:
@@ -82,11 +93,11 @@ class SimulatedBench:
 
     def revert_sites(self, of: PrecisionPlan, evaluation: Evaluation, target: str) -> Reverted | None:
         self.asked.append(of.id)
-        order = sorted(of.fp8_sites, key=lambda s: -(UPPER[s] / SAVED[s] if SAVED[s] > 0 else 99))
-        left = [site for site in of.fp8_sites if site != order[0]]
+        order = sorted(of.quantized_sites, key=lambda s: -(UPPER[s] / SAVED[s] if SAVED[s] > 0 else 99))
+        left = [site for site in of.quantized_sites if site != order[0]]
         if not left:
             return None
-        return Reverted(plan(of.id, *left), (Returned((order[0],), UPPER[order[0]], None),))
+        return Reverted(plan(of.id, *left, kind=of.kind), (Returned((order[0],), UPPER[order[0]], None),))
 
     def know(self, plans: Sequence[PrecisionPlan]) -> None:
         self.plans.update({each.id: each for each in plans})
@@ -108,7 +119,7 @@ class SimulatedBench:
     def latency(self, of: EngineArtifact) -> Latency:
         chosen = self.plans[of.plan]
         us = 200.0 if chosen.base is Precision.FP32 else 100.0
-        us = (us - sum(SAVED[site] for site in chosen.fp8_sites)) * self.slowdown
+        us = (us - sum(SAVED[site] for site in chosen.quantized_sites)) * self.slowdown
         return Latency(10, us, us, us, 100, "gpu", True, loads_us=(us,) * 10)
 
     def judge(self, engines: Sequence[EngineArtifact]) -> Sequence[Evaluation]:
@@ -116,7 +127,7 @@ class SimulatedBench:
         return [self.evaluation(each) for each in engines]
 
     def evaluation(self, of: EngineArtifact) -> Evaluation:
-        upper = 1e-3 * sum(UPPER[site] for site in self.plans[of.plan].fp8_sites)
+        upper = 1e-3 * sum(UPPER[site] for site in self.plans[of.plan].quantized_sites)
         interval = Interval(upper / 2, 0.0, upper, 0.95, 1000)
         status = BudgetStatus.WITHIN if upper <= 1e-3 else BudgetStatus.BEYOND
         difference = PairedDifference("loss", interval, interval, None, None, None, 0.0, 0.0)
@@ -148,23 +159,29 @@ def only(found: Rounds) -> HardwareRefinement:
     return hardware
 
 
-def test_sites_go_until_the_fastest_engine_fits():
-    found, _ = run()
+@KINDS
+def test_sites_go_until_the_fastest_engine_fits(kind):
+    found, _ = run(plans=start(kind))
     hardware = only(found)
     # a b c d is beyond; d saves nothing, then b costs most: a c takes .7 of the budget and 50 of 100 µs.
     assert [plan.id for plan in found.added.plans] == ["refined-1", "refined-2"]
-    assert [set(plan.fp8_sites) for plan in found.added.plans] == [{"a", "b", "c"}, {"a", "c"}]
+    assert [set(plan.quantized_sites) for plan in found.added.plans] == [{"a", "b", "c"}, {"a", "c"}]
+    # Each site keeps the format that the run's plan had it in.
+    assert [set(plan.int8_sites) for plan in found.added.plans] == [
+        set(INT8_SITES[kind]) - {"d"},
+        set(INT8_SITES[kind]) - {"b", "d"},
+    ]
     assert (hardware.best, hardware.ended) == ("refined-2", "there is nothing left to try")
     steps = {step.plan: step for step in hardware.steps}
     assert [(s.round, s.origin, s.parent) for s in found.document.hardware[0].steps[-2:]] == [
-        (1, Origin.GIVEN_BACK, "fp8-all"),
+        (1, Origin.GIVEN_BACK, f"{kind}-all"),
         (2, Origin.GIVEN_BACK, "refined-1"),
     ]
     assert steps["refined-2"].returned == (Returned(("b",), 0.9, None),)
     assert (steps["refined-2"].upper, steps["refined-2"].is_within) == (pytest.approx(0.7), True)
     assert (steps["refined-1"].is_within, steps["refined-1"].is_on_front) == (False, True)
     # d makes all of them slower and less accurate; fp32 is slower than bf16 and no better.
-    assert not steps["fp8-all"].is_on_front and not steps["fp32"].is_on_front
+    assert not steps[f"{kind}-all"].is_on_front and not steps["fp32"].is_on_front
     assert hardware.anchor == "gpu-maker-sm90-bf16"
     assert [e.plan for e in found.added.engines] == ["refined-1", "refined-2"]
 
@@ -235,7 +252,7 @@ def test_an_engine_that_dies_while_it_is_timed_is_told():
 
 def test_what_the_search_proposes_is_tried_once():
     found, bench = run(bench=SimulatedBench(proposed=(plan("x", "a", "c"), plan("y", "a"), plan("z"))))
-    # The second is fp8-safe, the third has nothing in FP8.
+    # The second is fp8-safe, the third quantizes nothing.
     assert [(step.plan, step.origin) for step in only(found).steps[-2:]] == [
         ("refined-1", Origin.GIVEN_BACK),
         ("refined-2", Origin.SEARCH),
@@ -262,8 +279,23 @@ def test_an_engine_that_is_not_faster_gives_nothing_back():
     inside = [engine_of(name) for name in ("bf16", "fp8-safe")]
     found, _ = run([*inside, engine_of("fp8-all")])
     assert found.added.plans != ()
-    _, bench = run(inside)
-    assert bench.asked == []
+    # As fast as `a` alone, and beyond the budget.
+    plans = PlanSet((*START.plans, plan("slow", "b", "c")))
+    _, bench = run([*inside, engine_of("slow")], plans=plans)
+    assert (bench.asked, len(bench.timed)) == ([], 1)
+
+
+@KINDS
+def test_where_nothing_could_follow_no_engine_is_timed(kind):
+    """Judging is needed in any case; timing twice is not."""
+    inside = [engine(each) for each in start(kind).plans if not each.id.endswith("-all")]
+    tried = SimulatedBench(proposed=(plan("x", "a", kind=kind), plan("y")))
+    found, bench = run(inside, tried, plans=start(kind))
+    assert (bench.timed, bench.built, bench.judged) == ([], [], [each.plan for each in inside])
+    assert [e.plan for e in found.added.evaluations.evaluations] == bench.judged
+    assert only(found).ended == "every engine here is inside its budget, and no other plan is known"
+    found, bench = run(inside, SimulatedBench(proposed=(plan("x", "a", "c", kind=kind),)), plans=start(kind))
+    assert (len(bench.timed), only(found).best) == (2, "refined-1")
 
 
 def test_a_build_that_fails_costs_that_plan_only():
@@ -273,18 +305,18 @@ def test_a_build_that_fails_costs_that_plan_only():
     assert steps["refined-1"].times is None
     assert only(found).best == "refined-2"
     # What failed is not tried again.
-    assert len({frozenset(p.fp8_sites) for p in found.added.plans}) == len(found.added.plans)
+    assert len({frozenset(p.quantized_sites) for p in found.added.plans}) == len(found.added.plans)
 
 
 @pytest.mark.parametrize(
     ("engines", "ended"),
     [
-        ([engine(plan("bf16"))], "no engine here runs FP8 at a speed that counts"),
+        ([engine(plan("bf16"))], "no engine here runs FP8 or INT8 at a speed that counts"),
         (
             [engine(plan("bf16")), engine(START.plan("fp8-all"), simulated=True)],
-            "no engine here runs FP8 at a speed that counts",
+            "no engine here runs FP8 or INT8 at a speed that counts",
         ),
-        ([engine(START.plan("fp8-all"))], "no engine without FP8 was timed"),
+        ([engine(START.plan("fp8-all"))], "no engine in high precision was timed"),
     ],
 )
 def test_where_there_is_nothing_to_refine(engines, ended):
@@ -315,7 +347,6 @@ def test_the_backend_of_the_fastest_engine_builds():
 
 MODEL: Any = SimpleNamespace(digest="model")
 ENGINE = engine_of("fp8-all", "nvidia-h100")
-PLANS = PlanSet((plan_of("fp8-all", ["fc"]),))
 
 
 def judging_in(directory: RunDirectory) -> Judging:
@@ -334,7 +365,8 @@ def judging_in(directory: RunDirectory) -> Judging:
     return Judging(context, None)
 
 
-def test_what_was_refined_on_another_device_is_refined_again_on_the_target(tmp_path, monkeypatch):
+@pytest.mark.parametrize("int8", [(), ("fc",)])
+def test_what_was_refined_on_another_device_is_refined_again_on_the_target(tmp_path, monkeypatch, int8):
     """No time counts on an H200 that stands in for an H100, so that no round was ever begun there."""
     here: list[CudaDevice] = []
     rounds = []
@@ -350,7 +382,8 @@ def test_what_was_refined_on_another_device_is_refined_again_on_the_target(tmp_p
 
     monkeypatch.setattr(refining, "refine", refined)
     monkeypatch.setattr(host_devices, "list_cuda_devices", lambda: tuple(here[-1:]))
-    results = Results(MODEL, MODEL, PLANS, {}, EngineSet((ENGINE,)), CorrectionSet())
+    plans = PlanSet((plan_of("fp8-all", ["fc"], int8=int8),))
+    results = Results(MODEL, MODEL, plans, {}, EngineSet((ENGINE,)), CorrectionSet())
     h200, h100 = "NVIDIA H200", "NVIDIA H100 80GB HBM3"
     pcie = "NVIDIA H100 PCIe"
     for device in (h200, h200, h100, h100, h200, pcie, pcie):

@@ -16,7 +16,9 @@ from loka_onnx.core.plan import Climb, Climbs, PlanSet
 from loka_onnx.core.profile import Profile
 from loka_onnx.core.recipe import MSE, PER_CHANNEL_WEIGHT, Granularity, Recipe
 from loka_onnx.core.timing import QUANTIZE, Kernel, KernelTiming, Provenance, Shape
-from loka_onnx.planning.policy import PlanOptions, make_plans
+from loka_onnx.operations.refresh.replanning import replan
+from loka_onnx.planning.high_error_channels import errors_to_leave
+from loka_onnx.planning.policy import Planner, PlanOptions, make_plans
 from loka_onnx.planning.site_speed import DeviceTimings
 
 INTEGERS = Recipe.of(INT8, Granularity.PER_CHANNEL, MSE)
@@ -112,6 +114,17 @@ def test_the_faster_format_inside_the_share_is_taken(model, spread, of_fc4):
     assert "10 µs in bf16 and 6 in int8 at batch 8" in fast.plan("int8-fast").decision("fc0").reason
 
 
+def test_what_the_search_proposes_beside_a_mixed_plan_keeps_its_formats(model):
+    parts = {"fc0": (0.3, 0.01), "fc1": (0.3, 0.01), "fc3": (0.2, 0.9), "fc4": (0.1, 0.02)}
+    options = PlanOptions(devices=(timings({32: (5.0, 6.0)}),), confidence=0.95)
+    found = Planner(model, measured(model, parts), (CTR,), RECIPES, options, "mixed").refinements()
+    assert found and all(plan.device == "gpu" for plan in found)
+    formats = {"fc0": INTEGER, "fc1": INTEGER, "fc3": FLOAT, "fc4": FLOAT}
+    for each in found:
+        assert each.quantized_sites and set(each.quantized_sites) != set(formats)
+        assert all(each.decision(site).precision is formats[site] for site in each.quantized_sites)
+
+
 def test_a_mixed_plan_has_a_ladder_of_its_own(model):
     climbs = Climbs({"mixed": Climb(2, ("fc3", "fc4"), 0.95, 0.9, ())})
     plans = plans_of(model, measured(model, PARTS), safe=climbs)
@@ -127,6 +140,23 @@ def test_a_mixed_plan_of_one_format_is_left_out(model, at, word):
     assert plans.notes == (f"plan mixed is left out: it would have sites in {word} alone",)
 
 
+@pytest.mark.parametrize("plan_id", ["fp8-all", "int8-all", "mixed"])
+def test_a_refresh_keeps_the_format_of_each_site(model, plan_id):
+    """Scales and costs are those of the new profile, in the formats of the earlier plan."""
+    before = plans_of(model, measured(model, PARTS), plans=(plan_id,)).plan(plan_id)
+    profile = measured(model, {name: (2.0 * fp8, 3.0 * int8) for name, (fp8, int8) in PARTS.items()})
+    doubled = {
+        recipe: {tensor: 2.0 * scale for tensor, scale in of.items()} for recipe, of in profile.scales.items()
+    }
+    now = replan(before, model, replace(profile, scales=doubled), (CTR,))
+    assert now.formats == before.formats and now.quantized_sites == before.quantized_sites
+    for one, other in zip(now.decisions, before.decisions, strict=True):
+        assert (one.recipe, one.weight_scale) == (other.recipe, other.weight_scale)
+        assert one.activation_scale == pytest.approx(2.0 * other.activation_scale)
+    grown = sum(PARTS[site][p is INTEGER] * (3.0 if p is INTEGER else 2.0) for site, p in now.formats.items())
+    assert now.predicted_kl["ctr"] == pytest.approx(grown * ALLOWED)
+
+
 def test_what_no_backend_multiplies_in_integers_is_in_fp8(tmp_path):
     """A weight on the left has no scale for each column of the result."""
     text = """(float[batch,32,32] x) => (float[batch,32,32] ctr) {
@@ -137,3 +167,17 @@ def test_what_no_backend_multiplies_in_integers_is_in_fp8(tmp_path):
     plans = plans_of(model, measured(model, {"left": (0.1, 0.01), "right": (0.1, 0.01)}))
     assert plans.plan("mixed").formats == {"left": FLOAT, "right": INTEGER}
     assert "rather than" not in plans.plan("mixed").decision("left").reason
+
+
+def test_what_a_site_may_keep_of_its_error_is_told_in_its_own_format(model):
+    """A site that fits in one of both is left whole; of one that fits in none, the smaller error counts."""
+    rows = {"selection": 100_000, "certification": 100_000}
+    of_all = ((2.0, 0.01), (0.02, 0.03), (0.01, 3.0), (40.0, 5.0))
+    profile = measured(model, dict(zip(PARTS, of_all, strict=True)))
+    both, alone = (
+        errors_to_leave(model, profile, (CTR,), of, PlanOptions(), rows) for of in (RECIPES, RECIPES[1:])
+    )
+    assert list(both) == ["fc4"]
+    assert set(alone) == {"fc3", "fc4"}
+    # Both share what is left.
+    assert alone["fc4"] < both["fc4"] < 0.5

@@ -99,6 +99,14 @@ def test_what_it_declines(kind, planned: PrecisionPlan, architecture: str, said:
     assert str(said) in str(kind().decline(planned, architecture))
 
 
+@pytest.mark.parametrize("recipe", [None, Recipe.of(INT8)])
+def test_fp32_products_for_turing_are_those_of_tensorrt_alone(recipe: Recipe | None) -> None:
+    planned = plan_of_one(Precision.FP32, recipe=recipe)
+    assert TensorRtBackend().decline(planned, "sm75") is None
+    assert "no FP32 products for sm75" in str(TensorRtRtxBackend().decline(planned, "sm75"))
+    assert TensorRtRtxBackend().decline(planned, "sm86") is None
+
+
 def test_a_build_has_a_profile_for_each_size_and_a_cache_of_its_device(
     host, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from onnx import numpy_helper
 from rewrite_models import Arrays, artifact, as_double, evaluate, initializer, named, op_types, parse
 
-from loka_onnx.core.formats import E4M3FN, Precision
+from loka_onnx.core.formats import E4M3FN, INT8, NumberFormat, Precision
 from loka_onnx.core.plan import Decision, PrecisionPlan, Verdict
 from loka_onnx.core.recipe import PER_TENSOR
 from loka_onnx.core.rewrite import RewriteRecord
@@ -64,19 +65,26 @@ def values(proto: onnx.ModelProto, name: str) -> np.ndarray[Any, Any]:
 
 
 def split(
-    proto: onnx.ModelProto, folder: Path, left: float = 0.1, site: str = "fc"
+    proto: onnx.ModelProto,
+    folder: Path,
+    left: float = 0.1,
+    site: str = "fc",
+    formats: Sequence[NumberFormat] = (E4M3FN,),
 ) -> tuple[onnx.ModelProto, RewriteRecord]:
     source = artifact(proto, folder / "before.onnx")
-    mods = [SplitHighErrorChannels({site: left}, [rows()], folder)]
+    mods = [SplitHighErrorChannels({site: left}, [rows()], folder, formats)]
     result = apply_mods(source, [rows(1)], folder / "after.onnx", mods)
     (record,) = result.log.records
     return onnx.load(result.model.path), record
 
 
+@pytest.mark.parametrize("formats", [(E4M3FN,), (INT8,), (E4M3FN, INT8)])
 @pytest.mark.parametrize("form", BODIES)
-def test_the_outputs_stay_and_the_loud_rows_are_zeros(form: str, tmp_path: Path) -> None:
+def test_the_outputs_stay_and_the_loud_rows_are_zeros(
+    form: str, formats: tuple[NumberFormat, ...], tmp_path: Path
+) -> None:
     before = model(BODIES[form])
-    after, record = split(before, tmp_path)
+    after, record = split(before, tmp_path, formats=formats)
     assert not record.rolled_back and not record.declined
     (applied,) = record.applied
     assert applied.origins == {"fc": ("fc",), "fc.loud": ("fc",)}
@@ -91,6 +99,14 @@ def test_the_outputs_stay_and_the_loud_rows_are_zeros(form: str, tmp_path: Path)
     channels = values(after, named(after, "fc.loud.gather").input[1])
     assert set(HIGH_ERROR) <= set(channels) and len(channels) == 16
     assert not main[channels].any() and main.any(axis=1).sum() == K - 16
+
+    # The grid of INT8 follows the largest value, which is then that of the rest.
+    x = as_double(after)
+    read = onnx.helper.make_tensor_value_info(named(x, "fc").input[0], onnx.TensorProto.DOUBLE, None)
+    x.graph.output.append(read)
+    amax = np.abs(evaluate(x, feeds)[read.name]).reshape(-1, K).max(axis=0)
+    assert (amax[channels] == 0.0).all() == (INT8 in formats)
+    assert amax[[k for k in range(K) if k not in channels]].all()
 
     # Put back, they are the product that was there.
     graph = GraphModel.load(tmp_path / "after.onnx")
@@ -139,7 +155,7 @@ def test_the_most_channels_do_where_they_leave_little_more_than_was_asked_for(tm
             break
         (site,) = [node for node in after.graph.node if node.op_type == "Gather"]
         channels = len(values(after, site.input[1]))
-        (kept,) = re.findall(r"with ([\d.]+)% of the FP8 error", record.applied[0].what)
+        (kept,) = re.findall(r"with ([\d.]+)% of the error", record.applied[0].what)
         rest = 1.0 - float(kept) / 100
         assert rest <= left * (TOLERANCE if channels == K // 2 else 1.0) + 0.001
         least = min(least, rest)
