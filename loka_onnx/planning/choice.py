@@ -11,8 +11,9 @@ The fallback is the exact model in FP32. Where that was not built, it is the mos
 it is inside the budget on both splits. An engine seen outside the budget is never emitted.
 
 **By batch size.** At one size another engine may be faster than the best over all sizes. It costs device
-memory and a start, so a size gets its own only where the whole interval of the gain lies above a margin. A
-routed engine that misses on certification loses its sizes to the main engine.
+memory and a start, so a size gets its own only where the whole interval of the gain lies above a margin, or
+the median over the most loads tells (`planning.speed`). A routed engine that misses on certification loses
+its sizes to the main engine.
 
 There is one choice per piece of hardware. A target is one piece, although backends name the device
 differently (``cuda``, ``sm90``). Only where one backend builds a target for several architectures is there a
@@ -181,8 +182,10 @@ class _Measured:
         """Return the engine of each batch size; empty where the main one serves all."""
         table = []
         for batch, other in best.items():
-            gain = self.speeds[main.id].at(batch).over(self.speeds[other.id].at(batch))
-            if other is not main and gain is not None and gain.lower > 1.0 + self.options.margin:
+            ours, theirs = self.speeds[main.id].at(batch), self.speeds[other.id].at(batch)
+            gain, margin = ours.over(theirs), self.options.margin
+            pays = gain is not None and (gain.lower > 1.0 + margin or ours.looks_slower(theirs, margin))
+            if other is not main and pays:
                 table.append(Route(batch, other.id, other.plan, gain))
             else:
                 table.append(Route(batch, main.id, main.plan))

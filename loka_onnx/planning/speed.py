@@ -129,9 +129,13 @@ class Speed:
         times = self.over(other)
         if times is None:
             return self.ratio(other) > 1.0 + noise
-        if times.rows >= MOST_LOADS and self.typical_ratio(other) >= 1.0 + LOOKS_APART:
-            return True
-        return times.value > 1.0 + noise and times.lower > 1.0
+        return self.looks_slower(other) or (times.value > 1.0 + noise and times.lower > 1.0)
+
+    def looks_slower(self, other: Speed, margin: float = 0.0) -> bool:
+        """True if after `MOST_LOADS` in turns the median over loads tells them apart, by `margin` or more."""
+        times = self.over(other)
+        is_looked_at = times is not None and times.rows >= MOST_LOADS
+        return is_looked_at and self.typical_ratio(other) >= 1.0 + max(margin, LOOKS_APART)
 
     def typical_ratio(self, other: Speed) -> float:
         """Median over loads of this engine's time over the other's: a few wild loads do not move it."""

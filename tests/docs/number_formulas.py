@@ -262,6 +262,18 @@ def blanket_float8(batch: int) -> list[float]:
     return [each["blanket FP8"]["ratio"] for each in held if "blanket FP8" in each]
 
 
+def over_compiled() -> list[float]:
+    """Time of `torch.compile` over that of the chosen engine, of every public ranker and batch on a GPU."""
+    batches = [b for run in figure("gpu_rankers").values() for b in run["beside today"]["batches"].values()]
+    times = [batch["inputs on the device"]["median_us"] for batch in batches]
+    return [each["today-torch.compile-bf16"] / each["chosen"] for each in times]
+
+
+def gpu_minutes() -> list[float]:
+    """Minutes of `tune` and `run` of every public ranker on a GPU."""
+    return [sum(run["seconds"].values()) / 60 for run in figure("gpu_rankers").values()]
+
+
 def gpu_plans() -> list[str]:
     """The plan that each run of a public ranker on a GPU chose, where its choice was kept."""
     runs = (run for run in figure("gpu_rankers").values() if "failed" not in run)

@@ -95,6 +95,24 @@ def test_one_engine_serves_where_the_gain_is_inside_margin_or_spread(spread, us,
     assert len(by_size(pair, **options).routes) == routes
 
 
+@pytest.mark.parametrize(("margin", "loads", "routes"), [(0.03, 12, 2), (0.03, 6, 0), (0.1, 12, 0)])
+def test_after_the_most_loads_the_median_over_loads_gives_a_size_its_engine(margin, loads, routes):
+    pair = both(bf16={"b8": 50, "b512": 1000}, fp8={"b8": 60, "b512": 930})
+    # Wild loads widen the interval of every pair.
+    wild = ((1.0,) * 10 + (1.0, 1.7))[-loads:], ((1.3,) + (1.0,) * 11)[:loads]
+    noisy = {
+        each: replace(
+            known,
+            latencies=tuple(
+                replace(item, loads_us=tuple(item.p50_us * factor for factor in factors))
+                for item in known.latencies
+            ),
+        )
+        for (each, known), factors in zip(pair.items(), wild, strict=True)
+    }
+    assert len(by_size(noisy, margin=margin).routes) == routes
+
+
 def in_jobs(evaluations: dict[Candidate, Evaluation]) -> dict[Candidate, Evaluation]:
     """The same, each timed in a build job of its own."""
     return {
