@@ -261,6 +261,20 @@ def test_columns_of_any_type_order_and_layout_arrive(rows: int, fits_int32: bool
         check_mixed(mixed(fits_int32=fits_int32)[0], buffers)
 
 
+@pytest.mark.parametrize("fits_int32", [False, True])
+def test_a_graph_gets_the_last_row_as_padding(fits_int32: bool) -> None:
+    session, _, seen = mixed(fits_int32=fits_int32)
+    check_mixed(session, mixed_request(5))
+    inputs = mixed_request(3)
+    buffers = session.buffers(3)
+    assert buffers is not None
+    for name, value in inputs.items():
+        buffers[name][:] = value
+    for asked in (inputs, buffers):
+        session.run(asked)
+        assert seen[-1] == [*inputs["a"], inputs["a"][-1], inputs["a"][-1]]
+
+
 def test_ids_travel_in_half_of_the_bytes() -> None:
     wide, narrow = (mixed(fits_int32=fits)[1].moved for fits in (False, True))
     # The rows of both sizes and the outputs, which stay as they are.
