@@ -59,7 +59,8 @@ def padded(value: npt.NDArray[Any], piece: Piece) -> npt.NDArray[Any]:
     rows = value[piece.start : piece.start + piece.rows]
     if piece.size > piece.rows:
         rows = np.concatenate([rows, np.repeat(rows[-1:], piece.size - piece.rows, axis=0)])
-    return np.ascontiguousarray(rows)
+    # An axis of length 1 may have a negative stride, which PyTorch refuses.
+    return np.ascontiguousarray(rows) if min(rows.strides) >= 0 else rows.copy()
 
 
 def rows_of(inputs: Mapping[str, npt.NDArray[Any] | Borrowed]) -> int:

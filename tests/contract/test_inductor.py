@@ -154,6 +154,50 @@ def test_programs_of_fixed_sizes_and_a_compiler_that_the_environment_should_not_
         np.testing.assert_allclose(got, exact, atol=2e-5)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_ids_of_tables_are_marked_to_travel_as_int32_and_reach_them(device: str, tmp_path: Path) -> None:
+    graph = onnx.parser.parse_model(
+        """<ir_version: 8, opset_import: ["": 17]>
+        g (int64[batch] user, int64[batch, 3] history, int64[batch] minute) => (float[batch, 4] out)
+        <int64[1] one = {1}> {
+            own = Gather <axis = 0> (table, user)
+            rows = Gather <axis = 0> (table, history)
+            past = ReduceSum <keepdims = 0> (rows, one)
+            number = Cast <to = 1> (minute)
+            column = Unsqueeze (number, one)
+            sum = Add (own, past)
+            out = Mul (sum, column)
+        }"""
+    )
+    table = np.random.default_rng(0).normal(size=(9, 4)).astype(np.float32)
+    graph.graph.initializer.append(onnx.numpy_helper.from_array(table, "table"))
+    onnx.save(graph, tmp_path / "model.onnx")
+    rng = np.random.default_rng(1)
+    rows = {
+        "user": rng.integers(0, 9, 16),
+        "history": rng.integers(0, 9, (16, 3)),
+        "minute": rng.integers(-9, 2**40, 16),
+    }
+    np.savez(tmp_path / "sample.npz", **rows)
+    plan = make_plan((), base=Precision.FP32)
+    model = TinyModel(tmp_path / "model.onnx", plan, (), tmp_path / "sample.npz")
+    artifact = build(model, tmp_path / "e", architecture_of(device))
+    assert artifact.path is not None
+    engine = read_engine(tmp_path / artifact.path)
+    assert {port.name: port.fits_int32 for port in engine.inputs} == {
+        "user": True,
+        "history": True,
+        "minute": False,
+    }
+    with InductorBackend().open(artifact, tmp_path / artifact.path) as runner:
+        for count in (1, 4, 7, 16):
+            asked = {name: value[:count] for name, value in rows.items()}
+            past = table[asked["history"]].sum(axis=1)
+            exact = (table[asked["user"]] + past) * asked["minute"][:, None].astype(np.float32)
+            # Sums of four FP32 numbers in another order.
+            np.testing.assert_allclose(runner.run(asked)["out"], exact, rtol=1e-5)
+
+
 @pytest.mark.slow
 def test_what_makes_a_tensor_also_quantizes_it(tmp_path: Path) -> None:
     """What `core.backends` claims: no kernel writes in BF16 what a Q behind it reads."""

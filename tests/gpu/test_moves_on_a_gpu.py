@@ -10,7 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="needs torch: pip install 'loka-onnx[export]'")
 
-from loka_onnx.engines.inductor.executors import Gpu  # noqa: E402
+from loka_onnx.engines.inductor.gpu import Gpu  # noqa: E402
 from loka_onnx.sessions.cuda import list_cuda_devices  # noqa: E402
 
 
@@ -39,5 +39,33 @@ def test_a_graph_moves_bytes_between_pinned_memory_and_the_device(dtype: str, sh
         captured.replay()
         gpu.synchronize()
         np.testing.assert_array_equal(leaving.numpy(), values)
+    captured.reset()
+    gpu.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("count", [1, 6, 19 * 2048, 3 << 20])
+def test_a_graph_widens_ids_on_their_way(count: int) -> None:
+    if not list_cuda_devices() or not torch.cuda.is_available():
+        pytest.skip("needs a GPU: CUDA graphs are captured and replayed")
+    gpu = Gpu(torch, 0)
+    arriving = gpu.pinned((4 * count,), torch.uint8)[: 4 * count].view(torch.int32)
+    leaving = gpu.pinned((count,), torch.int64)
+    on_device = torch.zeros((8 * count,), dtype=torch.uint8, device=gpu.device).view(torch.int64)
+    moves = gpu.moving(on_device, arriving), gpu.moving(leaving, on_device)
+
+    def work() -> Sequence[Any]:
+        for move in moves:
+            move()
+        return ()
+
+    with gpu.active():
+        captured = gpu.capture(work, warm_ups=1)
+    gpu.activate()
+    ids = np.random.default_rng(0).integers(-(2**31), 2**31, count)
+    arriving.numpy()[...] = ids
+    captured.replay()
+    gpu.synchronize()
+    np.testing.assert_array_equal(leaving.numpy(), ids)
     captured.reset()
     gpu.close()

@@ -72,8 +72,8 @@ def compile_engine(request: BuildRequest, into: Path, compilers: Compilers) -> P
     torch.set_float32_matmul_precision("highest")
     settings = Settings.of(request)
     model = planned_graph(request.model, fuses=settings.fuse)
-    bounds = id_bounds(GraphModel.load(request.model))
-    ports = input_ports(model.source, bounds), output_ports(model.source)
+    ids = id_bounds(GraphModel.load(request.model))
+    ports = input_ports(model.source, ids), output_ports(model.source)
     build = Build(request, settings, compilers, *ports, into.parent / "scratch")
     products = chosen_products(build, model)
     programs, files, lowered = [], {}, []
@@ -146,12 +146,9 @@ def batch_programs(batch: BatchRange, *, static: bool) -> tuple[Program, ...]:
     return (Program("rows", batch.minimum, batch.maximum),)
 
 
-def input_ports(
-    graph: onnx.GraphProto, bounds: Mapping[str, Sequence[range | None]]
-) -> tuple[InputPort, ...]:
-    """Inputs of a graph; refuses other dynamic axes than the batch, and types that NumPy lacks.
-
-    `bounds` are the ids that each column may hold (`graph.id_bounds`).
+def input_ports(graph: onnx.GraphProto, ids: Mapping[str, Sequence[range | None]]) -> tuple[InputPort, ...]:
+    """Inputs of a graph, of bounded ids (`id_bounds`); refuses dynamic axes besides the batch, and types that
+    NumPy lacks.
     """
     ports = []
     for value in graph.input:
@@ -170,11 +167,11 @@ def input_ports(
                 evidence=f"its type is {dtype}",
                 remedy=f"cast it inside the model from one of {', '.join(sorted(_NUMPY_TYPES))}",
             )
-        held = bounds.get(value.name, ()) if dtype == "int64" else ()
-        fits = bool(held) and all(
-            ids is not None and ids.start >= -_INT32 and ids.stop <= _INT32 for ids in held
+        bounds = ids.get(value.name) or (None,)
+        fits = all(bound is not None and bound.start >= -_INT32 and bound.stop <= _INT32 for bound in bounds)
+        ports.append(
+            InputPort(value.name, dtype, tuple(size or 0 for size in shape[1:]), fits and dtype == "int64")
         )
-        ports.append(InputPort(value.name, dtype, tuple(size or 0 for size in shape[1:]), fits))
     return tuple(ports)
 
 

@@ -4,7 +4,7 @@ A GPU finishes the kernels of a ranker faster than a CPU can launch them one by 
 size the launches are therefore captured once into a CUDA graph (CUDA C++ Programming Guide, section CUDA
 Graphs) and replayed for each request. A graph uses fixed addresses: all inputs of a request are written one
 behind the other into pinned host memory. The graph begins with the move of these bytes to the device and ends
-with that of the outputs back, so that a request is one launch and one wait, and no call of PyTorch. `Gpu`
+with that of the outputs back, so that a request is one launch and one wait, and no call of PyTorch. `gpu`
 holds every call of the vendor.
 
 Ids whose valid values are all int32 (`InputPort.fits_int32`) are written and moved as such, and widened on
@@ -14,26 +14,23 @@ more, as int64.
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from itertools import groupby
 from math import prod
-from types import SimpleNamespace
+from operator import attrgetter
 from typing import Any
 from weakref import WeakSet
 
 import numpy as np
 import numpy.typing as npt
 
+from loka_onnx.engines.inductor.gpu import Captured, Gpu
 from loka_onnx.engines.inductor.package import InductorEngine, InputPort
 from loka_onnx.errors import EngineError, InternalError
 from loka_onnx.sessions.buckets import Piece, padded
-from loka_onnx.sessions.cuda import CudaDriver
 from loka_onnx.sessions.dlpack import Borrowed
 from loka_onnx.sessions.runner import Allocate, Arrays, Buffers, Resident
 
@@ -42,14 +39,10 @@ Tensor = Any
 Call = Callable[[list[Tensor]], Sequence[Tensor]]
 """A loaded program: takes tensors in the order of `InductorEngine.inputs`, returns those of its outputs."""
 WARM_UPS = 3
-ALIGNMENT = 16
-"""Bytes at whose multiples each input begins: kernels load as many at once."""
-MOVED_BY_KERNELS = 1 << 21
-"""Bytes up to which a kernel moves memory in a graph: a copy of less takes up to 7 µs longer (H100)."""
+ALIGNMENT = 32
+"""Bytes at whose multiples each input begins, narrow ids at half of them: kernels load up to 16 at once."""
 MOST_VIEWS = 64
-"""Numbers of rows for which views of pinned memory are kept."""
-_CAPTURING = threading.Lock()
-"""Held by the session that captures: PyTorch's allocator records for one graph at a time."""
+"""Numbers of rows whose views of pinned memory are kept: to make one takes as long as a copy of 200 rows."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +66,7 @@ class Executor(ABC):
 
     def __init__(self, torch: Any, engine: InductorEngine, calls: dict[str, Call]) -> None:
         self._torch, self._engine, self._calls = torch, engine, calls
+        self._names = tuple(port.name for port in engine.outputs)
 
     @abstractmethod
     def run(self, placement: Placement, inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
@@ -106,7 +100,7 @@ class Executor(ABC):
     def _answer(self, piece: Piece, outputs: Sequence[npt.NDArray[Any]]) -> Arrays:
         """Copy the rows of a piece out of those that a program computed."""
         held = self._rows_of(piece, outputs)
-        return {port.name: value.copy() for port, value in zip(self._engine.outputs, held, strict=True)}
+        return {name: value.copy() for name, value in zip(self._names, held, strict=True)}
 
     def _tensors(self, piece: Piece, inputs: Mapping[str, npt.NDArray[Any]]) -> list[Tensor]:
         """Inputs of a piece as tensors on the host, padded and converted."""
@@ -130,107 +124,11 @@ class HostExecutor(Executor):
 
 
 @dataclass(frozen=True)
-class Captured:
-    """A CUDA graph; `outputs` are the same tensors in each replay, `replay` needs an `activated` thread."""
-
-    replay: Callable[[], object]
-    outputs: tuple[Tensor, ...]
-    reset: Callable[[], object]
-
-
-class Gpu:
-    """One stream of a GPU, and the memory pool of the graphs captured on it.
-
-    Graphs of a pool may share memory for tensors that nothing holds after the capture. That is safe because
-    they run in turn on one stream.
-    """
-
-    def __init__(self, torch: Any, index: int) -> None:
-        self._torch = torch
-        self.device = torch.device("cuda", index)
-        self._stream = torch.cuda.Stream(self.device)
-        self.stream = int(self._stream.cuda_stream)
-        self._pool = torch.cuda.graph_pool_handle()
-        self._driver, self._context = CudaDriver(), ctypes.c_void_p()
-        self._handle = ctypes.c_void_p(self.stream)
-        # PyTorch has made the primary context current in this thread.
-        self._driver.call("cuCtxGetCurrent", ctypes.byref(self._context))
-
-    def pinned(self, shape: Sequence[int], dtype: Any) -> Tensor:
-        """Allocate page-locked host memory."""
-        return self._torch.zeros(tuple(shape), dtype=dtype, pin_memory=True)
-
-    @contextlib.contextmanager
-    def active(self) -> Iterator[None]:
-        """Queue the work of PyTorch in the calling thread on this stream."""
-        with self._torch.inference_mode(), self._torch.cuda.stream(self._stream):
-            yield
-
-    def activate(self) -> None:
-        """Let the calling thread use the driver."""
-        self._driver.call("cuCtxSetCurrent", self._context)
-
-    def synchronize(self) -> None:
-        """Wait for everything that was queued; in an activated thread."""
-        self._driver.call("cuStreamSynchronize", self._handle)
-
-    def copying(self, target: Tensor, source: Tensor) -> Callable[[], object]:
-        """Return a function that queues a copy of a contiguous tensor, between the device and pinned memory.
-
-        It allocates nothing and holds neither tensor.
-        """
-        addresses = (ctypes.c_uint64(each.data_ptr()) for each in (target, source))
-        size = ctypes.c_size_t(source.numel() * source.element_size())
-        return partial(self._driver.call, "cuMemcpyAsync", *addresses, size, self._handle)
-
-    def moving(self, target: Tensor, source: Tensor) -> Callable[[], object]:
-        """Return a function that queues such a copy in a graph, by a kernel on pinned memory.
-
-        Large ones go through `copying`. Integers are widened to the target's type.
-        """
-        if source.dtype != target.dtype:
-            return partial(self._torch.add, self._bytes(source).view(source.dtype), 0, out=target)
-        if source.numel() * source.element_size() > MOVED_BY_KERNELS:
-            return self.copying(target, source)
-        target, source = self._bytes(target), self._bytes(source)
-        if (target.data_ptr() | source.data_ptr() | len(source)) % 4 == 0:
-            target, source = target.view(self._torch.int32), source.view(self._torch.int32)
-        return partial(self._torch.add, source, 0, out=target)
-
-    def _bytes(self, tensor: Tensor) -> Tensor:
-        """View the bytes of a tensor; those of pinned memory have the same address on the device."""
-        flat = tensor.reshape(-1).view(self._torch.uint8)
-        if tensor.is_cuda:
-            return flat
-        place = {"shape": (len(flat),), "typestr": "|u1", "data": (flat.data_ptr(), False), "version": 3}
-        holder = SimpleNamespace(__cuda_array_interface__=place, memory=tensor)
-        return self._torch.as_tensor(holder, device=self.device)
-
-    def capture(self, call: Callable[[], Sequence[Tensor]], *, warm_ups: int) -> Captured:
-        """Capture the work of a call, after calls that load kernels and let libraries choose theirs."""
-        for _ in range(warm_ups):
-            call()
-        self._stream.synchronize()
-        graph = self._torch.cuda.CUDAGraph()
-        # Only errors of this thread end the capture: others may use the GPU meanwhile, but not capture too.
-        how = {"pool": self._pool, "stream": self._stream, "capture_error_mode": "thread_local"}
-        with _CAPTURING, self._torch.cuda.graph(graph, **how):
-            outputs = call()
-        program = ctypes.c_void_p(graph.raw_cuda_graph_exec())
-        replay = partial(self._driver.call, "cuGraphLaunch", program, self._handle)
-        return Captured(replay, tuple(outputs), graph.reset)
-
-    def close(self) -> None:
-        """Return unused memory to the device."""
-        self._stream.synchronize()
-        self._torch.cuda.empty_cache()
-
-
-@dataclass(frozen=True)
 class Block:
-    """Inputs of one type and row shape, from byte `begin` of a memory, `stride` bytes apart."""
+    """Inputs of one type and row shape in a memory of bytes, `stride` bytes apart."""
 
     ports: tuple[InputPort, ...]
+    dtype: np.dtype[Any]
     begin: int
     stride: int
 
@@ -240,25 +138,24 @@ class Block:
         return self.begin + self.stride * len(self.ports)
 
     def view(self, memory: Any, dtype: Any, size: int) -> Any:
-        """View the inputs in a memory of bytes, a tensor or an array, as (inputs, rows, …) of a type."""
-        used = size * prod(self.ports[0].row_shape) * dtype.itemsize
-        bytes_of = memory[self.begin : self.end].reshape(len(self.ports), self.stride)[:, :used]
-        return bytes_of.view(dtype).reshape(len(self.ports), size, *self.ports[0].row_shape)
+        """View the inputs in a tensor or an array as (inputs, rows, …) of a type."""
+        shape = (size, *self.ports[0].row_shape)
+        columns = memory[self.begin : self.end].reshape(len(self.ports), self.stride)
+        return columns[:, : prod(shape) * dtype.itemsize].view(dtype).reshape(-1, *shape)
 
 
-def blocks_of(inputs: Sequence[InputPort], size: int) -> list[Block]:
-    """Places of the inputs of so many rows in one memory; ids that are moved as int32 come first."""
-    blocks: list[Block] = []
-    for _, ports in groupby(sorted(inputs, key=_likeness), _likeness):
-        same = tuple(ports)
-        used = size * prod(same[0].row_shape) * np.dtype(same[0].dtype).itemsize
-        begin = blocks[-1].end if blocks else 0
-        blocks.append(Block(same, begin, -(-used // ALIGNMENT) * ALIGNMENT))
+def blocks_of(inputs: Sequence[InputPort], size: int, *, narrow: bool = False) -> list[Block]:
+    """Places of the inputs of so many rows in one memory, ids that int32 holds first; `narrow`: as int32."""
+    like, blocks, begin = attrgetter("fits_int32", "dtype", "row_shape"), list[Block](), 0
+    for (fits, kind, row_shape), ports in groupby(sorted(inputs, key=like, reverse=True), like):
+        dtype = np.dtype(kind)
+        stride = -(-size * prod(row_shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT
+        if narrow and fits:
+            # Half of all distances: one kernel widens all ids.
+            dtype, stride = np.dtype("int32"), stride // 2
+        blocks.append(Block(tuple(ports), dtype, begin, stride))
+        begin = blocks[-1].end
     return blocks
-
-
-def _likeness(port: InputPort) -> tuple[bool, str, tuple[int, ...]]:
-    return not port.fits_int32, port.dtype, port.row_shape
 
 
 def fit_int32(columns: Sequence[npt.NDArray[Any]]) -> bool:
@@ -277,6 +174,7 @@ class Staging:
     Attributes:
         columns: Inputs of one type and row shape: names, and the array (inputs, rows, …) that holds them.
         narrow: Number of the first ones that hold ids of int64 as int32.
+        targets: Views of the first rows of each input, by their number.
         captured: Graph of a request: the move to the device, the kernels, the moves of the outputs back.
         fetched: Outputs of the last request, in the order of the engine's.
         owner: Executor whose device buffers the graph uses.
@@ -284,39 +182,23 @@ class Staging:
 
     columns: tuple[tuple[tuple[str, ...], npt.NDArray[Any]], ...]
     narrow: int
+    targets: Callable[[int], Mapping[str, npt.NDArray[Any]]]
     captured: Captured
     fetched: tuple[npt.NDArray[Any], ...]
     owner: Executor
-    _targets: dict[int, tuple[tuple[str, npt.NDArray[Any]], ...]] = field(default_factory=dict)
-    """Views of the first rows of each input, by their number."""
-
-    @property
-    def arrays(self) -> Arrays:
-        """Inputs, by name."""
-        return {name: each for names, held in self.columns for name, each in zip(names, held, strict=True)}
 
     def fill(self, piece: Piece, inputs: Mapping[str, npt.NDArray[Any]]) -> None:
         """Write the rows of a piece; values of narrow columns are not checked."""
-        # Views take longer than copies of a few hundred rows.
-        targets = self._targets.get(piece.rows)
-        if targets is None:
-            if len(self._targets) == MOST_VIEWS:
-                self._targets.clear()
-            targets = tuple((name, held[: piece.rows]) for name, held in self.arrays.items())
-            self._targets[piece.rows] = targets
-        if len(inputs[targets[0][0]]) == piece.rows:
-            for name, target in targets:
-                target[...] = inputs[name]
-        else:
-            for name, target in targets:
-                target[...] = inputs[name][piece.start : piece.start + piece.rows]
+        targets = self.targets(piece.rows)
+        if len(inputs[self.columns[0][0][0]]) != piece.rows:
+            inputs = {name: inputs[name][piece.start : piece.start + piece.rows] for name in targets}
+        for name, target in targets.items():
+            target[...] = inputs[name]
 
     def fits(self, piece: Piece, inputs: Mapping[str, npt.NDArray[Any]]) -> bool:
         """Return True if narrow columns hold the rows that were written."""
-        rows = slice(piece.start, piece.start + piece.rows)
-        return all(
-            fit_int32([inputs[name][rows] for name in names]) for names, _ in self.columns[: self.narrow]
-        )
+        rows, narrow = slice(piece.start, piece.start + piece.rows), self.columns[: self.narrow]
+        return all(fit_int32([inputs[name][rows] for name in names]) for names, _ in narrow)
 
     def pad(self, piece: Piece) -> None:
         """Repeat the last row of a piece up to the size."""
@@ -368,10 +250,7 @@ class GraphExecutor(Executor):
             staging.captured.replay()
             # The device works meanwhile.
             fetched = self._rows_of(placement.piece, staging.fetched)
-            answer = {
-                port.name: np.empty_like(each)
-                for port, each in zip(self._engine.outputs, fetched, strict=True)
-            }
+            answer = dict(zip(self._names, map(np.empty_like, fetched), strict=True))
             fits = staging.fits(placement.piece, inputs)
             self._gpu.synchronize()
             if fits:
@@ -474,7 +353,7 @@ class GraphExecutor(Executor):
         with self._gpu.active():
             memory = self._gpu.pinned((blocks_of(self._engine.inputs, size)[-1].end,), self._torch.uint8)
             served = self._served[size]
-            return self._staging(memory, size, served.compute, served.captured.outputs, narrows=False)
+            return self._staging(memory, size, served.compute, served.captured.outputs)
 
     def _filled(self, piece: Piece, inputs: Mapping[str, npt.NDArray[Any]]) -> Staging:
         """Write a piece into pinned memory, unless it lies there, and let this thread launch its graph."""
@@ -488,32 +367,33 @@ class GraphExecutor(Executor):
         return staging
 
     def _staging(
-        self,
-        memory: Tensor,
-        size: int,
-        compute: Callable[[], list[Tensor]],
-        outputs: Sequence[Tensor],
-        *,
-        narrows: bool,
+        self, memory: Tensor, size: int, compute: Callable[[], list[Tensor]], outputs: Sequence[Tensor]
     ) -> Staging:
-        """Pinned memory as the inputs of a batch size, with the graph of its requests."""
-        blocks, columns, moves = blocks_of(self._engine.inputs, size), [], []
-        ids = [block for block in blocks if narrows and block.ports[0].fits_int32]
-        wide, end = (ids[-1].end if ids else 0), blocks[-1].end
-        saved = wide // 2 // ALIGNMENT * ALIGNMENT
-        for number, block in enumerate(blocks):
-            place, dtype = replace(block, begin=block.begin - saved), np.dtype(block.ports[0].dtype)
-            if number < len(ids):
-                place, dtype = (
-                    replace(block, begin=block.begin // 2, stride=block.stride // 2),
-                    np.dtype("i4"),
-                )
-            columns.append((tuple(p.name for p in block.ports), place.view(memory.numpy(), dtype, size)))
-        if wide:
-            source = memory[: wide // 2].view(self._torch.int32)
-            moves.append(self._gpu.moving(self._device[:wide].view(self._torch.int64), source))
-        if wide < end:
-            moves.append(self._gpu.moving(self._device[wide:end], memory[wide - saved : end - saved]))
+        """Pinned memory as the inputs of a batch size, with the graph of its requests.
+
+        A caller's holds the inputs' own types, the executor's own narrow ids.
+        """
+        there = blocks_of(self._engine.inputs, size)
+        here = blocks_of(self._engine.inputs, size, narrow=memory is self._host)
+        ids = sum(block.dtype != own.dtype for block, own in zip(here, there, strict=True))
+        moves = []
+        if ids:
+            target, source = self._device[: there[ids - 1].end], memory[: here[ids - 1].end]
+            moves.append(self._gpu.moving(target.view(self._torch.int64), source.view(self._torch.int32)))
+        if ids < len(there):
+            target = self._device[there[ids].begin : there[-1].end]
+            moves.append(self._gpu.moving(target, memory[here[ids].begin : here[-1].end]))
+        held = [block.view(memory.numpy(), block.dtype, size) for block in here]
+        columns = tuple(
+            (tuple(p.name for p in block.ports), each) for block, each in zip(here, held, strict=True)
+        )
+
+        @lru_cache(MOST_VIEWS)
+        def targets(rows: int) -> dict[str, npt.NDArray[Any]]:
+            return {
+                name: each[:rows] for names, held in columns for name, each in zip(names, held, strict=True)
+            }
+
         fetched = [self._gpu.pinned(tuple(t.shape), t.dtype) for t in outputs]
 
         def request() -> Sequence[Tensor]:
@@ -526,7 +406,7 @@ class GraphExecutor(Executor):
 
         # New memory holds zeros, which are ids. A library makes a handle a thread, which no capture allows.
         captured = self._capture(size, request, warm_ups=1)
-        staging = Staging(tuple(columns), len(ids), captured, tuple(host.numpy() for host in fetched), self)
+        staging = Staging(columns, ids, targets, captured, tuple(host.numpy() for host in fetched), self)
         self._stagings.add(staging)
         return staging
 
@@ -542,7 +422,7 @@ class GraphExecutor(Executor):
             return [output.contiguous() for output in call([*inputs.values()])]
 
         captured = self._capture(size, compute, warm_ups=WARM_UPS)
-        staging = self._staging(self._host, size, compute, captured.outputs, narrows=True)
+        staging = self._staging(self._host, size, compute, captured.outputs)
         return Served(compute, inputs, captured, staging)
 
     def _capture(self, size: int, work: Callable[[], Sequence[Tensor]], *, warm_ups: int) -> Captured:

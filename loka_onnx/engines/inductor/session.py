@@ -12,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from loka_onnx.core.devices import CPU
-from loka_onnx.engines.inductor.executors import Call, Executor, Gpu, GraphExecutor, HostExecutor, Placement
+from loka_onnx.engines.inductor.executors import Call, Executor, GraphExecutor, HostExecutor, Placement
+from loka_onnx.engines.inductor.gpu import Gpu
 from loka_onnx.engines.inductor.package import InductorEngine, check_host, instruction_sets, read_engine
 from loka_onnx.errors import EngineError, MissingPackage
 from loka_onnx.sessions.buckets import Piece, padded_rows, pieces_of, rows_of
@@ -128,12 +129,8 @@ class InductorSession(Runner):
         )
         if len(answers) == 1:
             return answers[0]
-        whole = {
-            port.name: np.concatenate([each[port.name] for each in answers])
-            for port in self.engine.outputs
-            if port.batched
-        }
-        return answers[0] | whole
+        names = [port.name for port in self.engine.outputs if port.batched]
+        return answers[0] | {name: np.concatenate([each[name] for each in answers]) for name in names}
 
     def buffers(self, rows: int) -> Buffers | None:
         """Make page-locked memory with a CUDA graph of its own, where one graph serves so many rows."""
@@ -142,7 +139,7 @@ class InductorSession(Runner):
         )
         if staging is None:
             return None
-        return Buffers({name: array[:rows] for name, array in staging.arrays.items()}, self, staging)
+        return Buffers(staging.targets(rows), self, staging)
 
     @property
     def served_sizes(self) -> tuple[int, ...]:
@@ -167,14 +164,12 @@ class InductorSession(Runner):
 
     def resident(self, inputs: Mapping[str, npt.NDArray[Any]]) -> Resident:
         """Put a batch into device memory."""
-        whole = super().resident
         # Pieces share the buffers of a graph, so that only a single one can stay.
-        return self._execute(
+        single = self._execute(
             self._rows_of(inputs),
-            lambda executor, pieces: (
-                executor.resident(pieces[0], inputs) if len(pieces) == 1 else whole(inputs)
-            ),
+            lambda executor, pieces: executor.resident(pieces[0], inputs) if len(pieces) == 1 else None,
         )
+        return single or super().resident(inputs)
 
     def close(self) -> None:
         """Free graphs, buffers and programs; a second call does nothing."""

@@ -21,7 +21,8 @@ import pytest
 
 from loka_onnx.core import serde
 from loka_onnx.engines.inductor import session as inductor_session
-from loka_onnx.engines.inductor.executors import Captured, Gpu, GraphExecutor, HostExecutor, Placement
+from loka_onnx.engines.inductor.executors import GraphExecutor, HostExecutor, Placement
+from loka_onnx.engines.inductor.gpu import Captured, Gpu
 from loka_onnx.engines.inductor.package import (
     InductorEngine,
     InputPort,
@@ -76,6 +77,7 @@ class StandInGpu:
         self.device = torch.device("cpu")
         self.stream = 0
         self.calls: list[str] = []
+        self.moved = 0
 
     def pinned(self, shape: Sequence[int], dtype: Any) -> Any:
         return torch.zeros(tuple(shape), dtype=dtype)
@@ -91,12 +93,15 @@ class StandInGpu:
         self.calls.append("synchronize")
 
     def copying(self, target: Any, source: Any) -> Any:
+        assert target.dtype == source.dtype
+        return self.moving(target, source)
+
+    def moving(self, target: Any, source: Any) -> Any:
         assert target.is_contiguous()
         assert source.is_contiguous()
-        assert target.numel() * target.element_size() == source.numel() * source.element_size()
+        assert target.shape == source.shape
+        self.moved += source.numel() * source.element_size()
         return lambda: target.copy_(source)
-
-    moving = copying
 
     def capture(self, call: Any, *, warm_ups: int) -> Captured:
         self.calls.append("capture")
@@ -191,6 +196,123 @@ def test_rows_in_pinned_memory_are_read_where_they_lie(rows: int) -> None:
     # Another session copies them like any array.
     np.testing.assert_array_equal(on_gpu()[0].run(second)["out"], expected(request(rows, 1)))
     assert len(program.ids) in DYNAMIC.sizes
+
+
+def mixed(*, fits_int32: bool) -> tuple[InductorSession, StandInGpu, list[Any]]:
+    """A session of inputs of several types and shapes, whose outputs are the inputs; and the ids it saw."""
+    ids = ("int64", (), fits_int32), ("int64", (3,), fits_int32)
+    kinds = {
+        "x": ("float32", (2,)),
+        "a": ids[0],
+        "flag": ("bool", ()),
+        "history": ids[1],
+        "b": ids[0],
+        "time": ("int64", ()),
+    }
+    ports = tuple(InputPort(name, *kind) for name, kind in kinds.items())
+    outputs = tuple(OutputPort(f"{name}_out", True) for name in kinds)
+    engine = replace(DYNAMIC, inputs=ports, outputs=outputs, sizes=(5, 16))
+    gpu, seen = StandInGpu(), list[Any]()
+
+    def program(inputs: list[Any]) -> Sequence[Any]:
+        assert [str(each.dtype) for each in inputs] == [f"torch.{port.dtype}" for port in ports]
+        seen.append(inputs[1].tolist())
+        return [each.clone() for each in inputs]
+
+    executor = GraphExecutor(torch, engine, {"rows": program}, gpu)  # type: ignore[arg-type]
+    return InductorSession(engine, executor), gpu, seen
+
+
+def mixed_request(rows: int) -> dict[str, np.ndarray[Any, Any]]:
+    rng = np.random.default_rng(rows)
+    return {
+        "x": rng.normal(size=(rows, 2)).astype(np.float32),
+        "a": rng.integers(-(2**31), 2**31, rows),
+        "flag": rng.random(rows) < 0.5,
+        "history": rng.integers(0, 2**31, (rows, 3)),
+        "b": rng.integers(-5, 5, rows),
+        "time": rng.integers(2**40, 2**41, rows),
+    }
+
+
+def check_mixed(session: InductorSession, inputs: Any) -> None:
+    answer = session.run(inputs)
+    for name, value in inputs.items():
+        np.testing.assert_array_equal(answer[f"{name}_out"], value)
+        assert answer[f"{name}_out"].dtype == value.dtype
+
+
+@pytest.mark.parametrize("fits_int32", [False, True])
+@pytest.mark.parametrize("rows", [1, 3, 4, 5, 11, 16, 17, 40])
+def test_columns_of_any_type_order_and_layout_arrive(rows: int, fits_int32: bool) -> None:
+    session, _, _ = mixed(fits_int32=fits_int32)
+    inputs = mixed_request(rows)
+    table = np.stack([inputs["a"], inputs["b"]], axis=1)
+    strided = {"a": table[:, 0], "b": table[::-1, 1], "history": np.asfortranarray(inputs["history"])}
+    for asked in (inputs, inputs | strided, {name: inputs[name] for name in reversed(inputs)}, inputs):
+        check_mixed(session, asked)
+    if (buffers := session.buffers(rows)) is not None:
+        assert {name: each.dtype for name, each in buffers.items()} == {n: v.dtype for n, v in inputs.items()}
+        for name, value in inputs.items():
+            buffers[name][:] = value
+        # It holds any int64.
+        buffers["a"][-1] = 2**40 + 3
+        check_mixed(session, buffers)
+        check_mixed(mixed(fits_int32=fits_int32)[0], buffers)
+
+
+@pytest.mark.parametrize("fits_int32", [False, True])
+def test_a_graph_gets_the_last_row_as_padding(fits_int32: bool) -> None:
+    session, _, seen = mixed(fits_int32=fits_int32)
+    check_mixed(session, mixed_request(5))
+    inputs = mixed_request(3)
+    buffers = session.buffers(3)
+    assert buffers is not None
+    for name, value in inputs.items():
+        buffers[name][:] = value
+    for asked in (inputs, buffers):
+        session.run(asked)
+        assert seen[-1] == [*inputs["a"], inputs["a"][-1], inputs["a"][-1]]
+
+
+def test_ids_travel_in_half_of_the_bytes() -> None:
+    wide, narrow = (mixed(fits_int32=fits)[1].moved for fits in (False, True))
+    # The rows of both sizes and the outputs, which stay as they are.
+    ids = 8 * (1 + 1 + 3) * (5 + 16)
+    assert wide - narrow == pytest.approx(ids / 2, abs=64)
+
+
+@pytest.mark.parametrize("bad", [2**31, 2**32 + 5, -(2**31) - 1, 2**62, -(2**63)])
+@pytest.mark.parametrize("name", ["a", "b", "history"])
+@pytest.mark.parametrize("rows", [3, 5, 40])
+def test_an_id_beyond_int32_reaches_the_program_as_it_is(rows: int, name: str, bad: int) -> None:
+    session, gpu, _ = mixed(fits_int32=True)
+    inputs = mixed_request(rows)
+    check_mixed(session, inputs)
+    inputs[name][(-1,) * inputs[name].ndim] = bad
+    check_mixed(session, inputs)
+    session.resident(inputs)()
+    # The next request is again a launch and a wait.
+    gpu.calls.clear()
+    check_mixed(session, mixed_request(5))
+    assert gpu.calls == ["activate", "replay", "synchronize"]
+
+
+def test_a_resident_batch_holds_ids_beyond_int32() -> None:
+    session, _, seen = mixed(fits_int32=True)
+    inputs = mixed_request(5)
+    inputs["a"][2] = 2**40
+    session.resident(inputs)()
+    assert seen[-1] == inputs["a"].tolist()
+
+
+def test_requests_of_many_sizes_keep_few_views() -> None:
+    engine = replace(DYNAMIC, maximum=200, sizes=(200,), programs=(Program("rows", 1, 200),))
+    session, _ = on_gpu(engine)
+    for rows in (*range(100, 201), 150, 100):
+        np.testing.assert_array_equal(session.run(request(rows))["out"], expected(request(rows)))
+    executor: Any = session._executor
+    assert 0 < executor._served[200].staging.targets.cache_info().currsize <= 64
 
 
 @pytest.mark.parametrize(("make", "rows"), [(on_gpu, 33), (on_cpu, 4)])

@@ -144,12 +144,31 @@ def test_options_become_settings() -> None:
 def test_ports_are_read_from_the_graph() -> None:
     inputs = "float[batch, 3, 4] x, int64[batch] ids"
     graph = graph_of(f"g ({inputs}) => (float[batch, 2] out, float[7] table, float[n] y) {{}}")
-    assert input_ports(graph) == (InputPort("x", "float32", (3, 4)), InputPort("ids", "int64", ()))
+    ports = (InputPort("x", "float32", (3, 4)), InputPort("ids", "int64", ()))
+    assert input_ports(graph, {"ids": (None,)}) == ports
     assert output_ports(graph) == (OutputPort("out", True), OutputPort("table", False), OutputPort("y", True))
     for kind, code in (("float[batch, tokens]", "E0811"), ("bfloat16[batch, 2]", "E0812")):
         with pytest.raises(ModelError) as caught:
-            input_ports(graph_of(f"g ({kind} x) => ({kind} y) {{}}"))
+            input_ports(graph_of(f"g ({kind} x) => ({kind} y) {{}}"), {})
         assert caught.value.code == code
+
+
+@pytest.mark.parametrize(
+    ("bounds", "fits"),
+    [
+        ([range(-9, 9), range(0, 2**31)], True),
+        ([range(-(2**31), 5)] * 2, True),
+        ([range(9), None], False),
+        ([range(9), range(2**31 + 1)], False),
+        ([range(-(2**31) - 1, 9), range(9)], False),
+        ([], False),
+    ],
+)
+def test_ids_fit_int32_where_the_tables_of_every_column_do(bounds: list[Any], fits: bool) -> None:
+    for kind in ("int64", "int32", "float"):
+        graph = graph_of(f"g ({kind}[batch, 2] x) => ({kind}[batch, 2] y) {{}}")
+        (port,) = input_ports(graph, {"x": bounds})
+        assert port.fits_int32 == (fits and kind == "int64")
 
 
 def test_examples_are_rows_of_the_sample_again_and_again(tmp_path: Path) -> None:
