@@ -157,6 +157,7 @@ def test_the_artifact_describes_the_file(subject: Subject, built: Callable[..., 
     assert (artifact.status is BuildStatus.READY) == (subject.backend.why_not_run(subject.architecture) == "")
 
 
+@pytest.mark.slow
 def test_weights_in_external_data(subject: Subject, tmp_path: Path) -> None:
     model = write_model(subject, tmp_path, fp8=True, shape=MlpShape(external=True))
     assert (model.path.parent / "model.onnx.data").is_file()
@@ -198,6 +199,7 @@ def test_the_base_precision_is_what_the_engine_runs(subject: Subject, built: Cal
     assert artifact.simulated == (subject.backend.name == "migraphx")
 
 
+@pytest.mark.slow
 def test_an_operand_without_qdq_is_reported(subject: Subject, tmp_path: Path) -> None:
     model = write_model(subject, tmp_path, fp8=True, shape=MlpShape(drop_activation_qdq=("mlp.fc1",)))
     artifact = build(subject, model, tmp_path / "e")
@@ -221,6 +223,7 @@ def test_what_it_declines_is_not_built(subject: Subject, tmp_path: Path) -> None
     assert not (tmp_path / "e").exists()
 
 
+@pytest.mark.slow
 def test_a_broken_model_costs_the_candidate(subject: Subject, tmp_path: Path) -> None:
     model = write_model(subject, tmp_path, fp8=False)
     proto = onnx.load(model.path)
