@@ -64,6 +64,7 @@ def openings(place: Path) -> int:
     return len(log.read_text()) if log.is_file() else 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("does", "ending"),
     [
