@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import sys
 from dataclasses import replace
@@ -56,6 +57,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def library(place: Path, does: str, name: str = "some_trt") -> str:
     (place / f"{name}.py").write_text(LIBRARY % does)
+    importlib.invalidate_caches()
     return name
 
 
