@@ -91,6 +91,7 @@ def test_one_that_takes_for_ever_is_ended(place: Path, monkeypatch: pytest.Monke
         check_opens(library(place, "signal.pause()"), "11.4.0", place / "engine.trt", GPU)
 
 
+@pytest.mark.slow
 def test_a_refusal_is_left_to_who_opens_it(place: Path) -> None:
     """The library returns no engine: the session says so, with its own words."""
     module = library(place, "return None")
