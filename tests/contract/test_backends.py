@@ -108,7 +108,7 @@ def built(subject: Subject, tmp_path_factory: pytest.TempPathFactory) -> Callabl
     """Builds each of the subject's plain models once."""
 
     @functools.cache
-    def get(*, fp8: bool, per_channel: bool = False) -> Built:
+    def get(*, fp8: bool, per_channel: bool) -> Built:
         folder = tmp_path_factory.mktemp("built")
         model = write_model(subject, folder, fp8=fp8, shape=MlpShape(per_channel=per_channel))
         return Built(model, build(subject, model, folder / "engines" / "e"), folder / "engines")
@@ -140,7 +140,7 @@ def test_every_backend_is_in_the_suite_and_unknown_names_list_the_known() -> Non
 
 @pytest.mark.parametrize("fp8", [False, True])
 def test_the_artifact_describes_the_file(subject: Subject, built: Callable[..., Built], fp8: bool) -> None:
-    found = built(fp8=fp8)
+    found = built(fp8=fp8, per_channel=False)
     model, artifact = found.model, found.artifact
     assert artifact.path is not None
     engine = found.folder / artifact.path
@@ -157,6 +157,7 @@ def test_the_artifact_describes_the_file(subject: Subject, built: Callable[..., 
     assert (artifact.status is BuildStatus.READY) == (subject.backend.why_not_run(subject.architecture) == "")
 
 
+@pytest.mark.slow
 def test_weights_in_external_data(subject: Subject, tmp_path: Path) -> None:
     model = write_model(subject, tmp_path, fp8=True, shape=MlpShape(external=True))
     assert (model.path.parent / "model.onnx.data").is_file()
@@ -190,7 +191,7 @@ def test_fp8_is_engaged_where_it_was_planned(
 
 
 def test_the_base_precision_is_what_the_engine_runs(subject: Subject, built: Callable[..., Built]) -> None:
-    artifact = built(fp8=False).artifact
+    artifact = built(fp8=False, per_channel=False).artifact
     kind = {Precision.FP32: "float", Precision.BF16: "bf16", Precision.FP16: "float16"}[subject.base]
     kind = "float32" if subject.backend.name == "inductor" else kind
     assert [told(subject, s) for s in artifact.sites] == [(kind, kind)] * 2
@@ -198,6 +199,7 @@ def test_the_base_precision_is_what_the_engine_runs(subject: Subject, built: Cal
     assert artifact.simulated == (subject.backend.name == "migraphx")
 
 
+@pytest.mark.slow
 def test_an_operand_without_qdq_is_reported(subject: Subject, tmp_path: Path) -> None:
     model = write_model(subject, tmp_path, fp8=True, shape=MlpShape(drop_activation_qdq=("mlp.fc1",)))
     artifact = build(subject, model, tmp_path / "e")
@@ -221,6 +223,7 @@ def test_what_it_declines_is_not_built(subject: Subject, tmp_path: Path) -> None
     assert not (tmp_path / "e").exists()
 
 
+@pytest.mark.slow
 def test_a_broken_model_costs_the_candidate(subject: Subject, tmp_path: Path) -> None:
     model = write_model(subject, tmp_path, fp8=False)
     proto = onnx.load(model.path)
@@ -237,7 +240,7 @@ def test_inference_agrees_with_the_reference(subject: Subject, built: Callable[.
     reason = subject.backend.why_not_run(subject.architecture)
     if reason:
         pytest.skip(f"needs a GPU: {reason}")
-    found = built(fp8=True)
+    found = built(fp8=True, per_channel=False)
     model, artifact = found.model, found.artifact
     assert artifact.path is not None
     # FP32 sums of 64 and 128 terms of order one differ by their order only; an FP8 step is 0.03. A BF16 sum
@@ -251,7 +254,7 @@ def test_inference_agrees_with_the_reference(subject: Subject, built: Callable[.
 
 
 def test_opening_says_why_where_it_cannot_run(subject: Subject, built: Callable[..., Built]) -> None:
-    found = built(fp8=False)
+    found = built(fp8=False, per_channel=False)
     artifact = found.artifact
     assert artifact.detail == subject.backend.why_not_run(subject.architecture)
     assert artifact.path is not None

@@ -15,6 +15,8 @@ from loka_onnx.core.site import SiteKind
 from loka_onnx.engines.onnxruntime.backend import OnnxRuntimeBackend
 from loka_onnx.graph.storage import model_files
 
+pytestmark = pytest.mark.slow
+
 ROWS, WIDTH = 2000, 16
 
 
@@ -53,7 +55,6 @@ def size_of(engine: EngineArtifact, output: Path) -> int:
     return sum(file.stat().st_size for file in model_files(output / engine.path))
 
 
-@pytest.mark.slow
 def test_the_engine_shrinks_and_its_rows_move_by_half_a_step(tmp_path: Path) -> None:
     model = lookup_and_product(tmp_path / "model", quantized=True)
     exact, narrow = (build(model, tmp_path / str(tables), tables) for tables in (0, 1))

@@ -75,6 +75,7 @@ def test_exit_codes_are_those_of_the_errors() -> None:
     assert "| `130` |" in codes and "| `143` |" in codes
 
 
+@pytest.mark.slow
 def test_every_variable_that_is_read_is_told() -> None:
     """Those that begin with our name, and those of others that we read by a literal name."""
     read = set()

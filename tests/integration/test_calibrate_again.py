@@ -72,6 +72,7 @@ def test_sampling_stops_when_every_verdict_is_reached_and_says_so(fresh, command
     assert fixed.sampling.rows == fixed.error_rows
 
 
+@pytest.mark.slow
 def test_where_batches_run_does_not_matter_to_a_finished_calibration(planned, command):
     done = command("calibrate", planned.run_file, "--executor", "ray")
     assert done.code == 0, done.err

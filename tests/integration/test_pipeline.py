@@ -120,6 +120,7 @@ def test_fp8_changes_outputs_and_never_wins_on_simulated_speed(finished):
     assert {o.budget_status for o in of_plan(finished, "fp32").values()} == {BudgetStatus.WITHIN}
 
 
+@pytest.mark.slow
 def test_a_declined_plan_is_a_result(place, command):
     place.write_run_file(plan={"plans": ["fp32", "bf16"]})
     done = command("run", place.run_file, "--quiet")

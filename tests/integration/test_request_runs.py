@@ -98,6 +98,7 @@ def plain(request: dict[str, Array]) -> dict[str, Array]:
     return {"user": request["user"][request[INDEX]], "item": request["item"]}
 
 
+@pytest.mark.slow
 def test_every_engine_here_computes_a_user_once(shared):
     engines = serde.read(EngineSet, shared.directory / "engines.json").engines
     assert {(e.part, e.status) for e in engines} == {(Part.REQUEST, BuildStatus.READY)}
@@ -112,6 +113,7 @@ def test_every_engine_here_computes_a_user_once(shared):
         assert gather.op_type == "Gather"
 
 
+@pytest.mark.slow
 def test_engines_are_judged_on_the_rows_of_the_splits(shared):
     judged = serde.read(EvaluationSet, shared.directory / "evaluation.json").evaluations
     exact = [e for e in judged if e.plan == "fp32" and e.engine != "reference"]
@@ -121,6 +123,7 @@ def test_engines_are_judged_on_the_rows_of_the_splits(shared):
         assert [latency.batch for latency in each.latencies] == [64]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("users", "candidates"), [(1, 1), (1, 20), (5, 20), (20, 5)])
 def test_a_loaded_bundle_takes_both_forms(shared, users, candidates):
     request = request_of(users, candidates)
@@ -134,6 +137,7 @@ def test_a_loaded_bundle_takes_both_forms(shared, users, candidates):
             np.testing.assert_allclose(got, expected, 1e-4, 1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -151,6 +155,7 @@ def test_a_request_that_does_not_fit_is_refused(shared, wrong):
         engine.infer({**request_of(3, 4), **wrong})
 
 
+@pytest.mark.slow
 def test_a_request_without_its_users_is_refused(shared):
     request = request_of(3, 4)
     del request["user"]

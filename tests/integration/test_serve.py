@@ -249,6 +249,7 @@ def test_curl_as_documented(server, engine):
     assert (answer["id"], answer["outputs"][0]["data"]) == ("42", expected.tolist())
 
 
+@pytest.mark.slow
 def test_python_as_documented(server, engine, capsys):
     (code,) = re.findall(r"^```python\n(.*?)^```$", DOCS.read_text(encoding="utf-8"), re.S | re.M)
     exec(compile(code.replace("127.0.0.1:8000", server.host), os.fspath(DOCS), "exec"), {})

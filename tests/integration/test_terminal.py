@@ -124,10 +124,9 @@ def test_the_end_of_a_run_fits_the_terminal(finished, columns):
     assert report.endswith("report.html")
 
 
-@pytest.mark.parametrize("columns", [80, 120])
-def test_no_line_is_wider_than_the_terminal_and_nothing_is_cut(finished, tmp_path, columns):
-    """Lines with a path, which is left whole to be copied, may be."""
-    place = finished.directory.parents[1]
+def test_no_line_is_wider_than_the_terminal_and_nothing_is_cut(finished, tmp_path):
+    """Lines with a path, which is left whole to be copied, may be. A program that asks nobody takes 80."""
+    columns, place = 76, finished.directory.parents[1]
     rows, bundle = place / "rows.parquet", finished.bundle
     exported = finished.directory / "model" / "exported.onnx"
     commands = {

@@ -228,6 +228,7 @@ def test_an_attack_is_refused_with_its_reason(original: bytes, place: Path, name
     refused(place, make(original), message)
 
 
+@pytest.mark.slow
 def test_a_zip_bomb_is_refused_unread(original: bytes, place: Path) -> None:
     """256 MiB of zeros, deflated to 256 KiB, with a manifest that lists them: no header says what is read."""
     size, state, bomb = 1 << 28, hashlib.sha256(), zlib.compressobj(9, zlib.DEFLATED, -15)

@@ -26,7 +26,7 @@ from loka_onnx.bundle.signing import sign_bundle, write_key_pair
 from loka_onnx.bundle.writer import BundleContents, write_bundle
 from loka_onnx.errors import OutputError
 
-KILLS = 100
+KILLS = 40
 
 
 @pytest.fixture(scope="module")

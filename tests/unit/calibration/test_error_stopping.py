@@ -43,6 +43,7 @@ def options(precision: float | None, **changes) -> PassOptions:
     return PassOptions(recipes=(PER_TENSOR,), batch_size=256, error_precision=precision, **changes)
 
 
+@pytest.mark.slow
 def test_it_stops_with_the_asked_precision_and_takes_more_rows_for_more(rows, tmp_path):
     whole = measure(tmp_path, rows, options(None))
     assert whole.rows == ROWS

@@ -151,6 +151,7 @@ def hundred(tmp_path_factory):
     return ml.prepare_movielens_100k(tmp_path_factory.mktemp("ml100k"))
 
 
+@pytest.mark.slow
 def test_movielens_100k_has_the_documented_splits(hundred):
     data = {split: hundred.open(split) for split in SPLITS}
     assert [d.rows for d in data.values()] == [50_000, 8_000, 12_000, 30_000]

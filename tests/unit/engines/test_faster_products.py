@@ -63,6 +63,7 @@ def inputs(count: int) -> dict[str, np.ndarray]:
     return {n: random.normal(size=(count, k)).astype(np.float32) for n, k in (("x", 512), ("t", 1))}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not integer_instructions(), reason="needs VNNI, AMX or ARM's dot product")
 def test_a_product_with_one_row_of_weights_is_slower_in_int8_and_a_wide_chain_is_not(model: Model) -> None:
     proto, path = model

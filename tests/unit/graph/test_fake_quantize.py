@@ -47,6 +47,7 @@ def by_ml_dtypes(x: np.ndarray, scale: float, format: NumberFormat) -> np.ndarra
     return clipped.astype(getattr(ml_dtypes, format.storage)).astype(np.float32) * np.float32(scale)
 
 
+@pytest.mark.slow
 @of_floats
 def test_every_mantissa_of_a_binade_and_the_subnormal_range_densely(format, write_model):
     """2**23 values in [1, 2), among them each tie, as the operations commute with powers of two; two million

@@ -78,6 +78,7 @@ TOWER, PAIR = ["tower.fc1", "tower.norm", "tower.fc2"], ["left", "right", "matmu
 OLD = [*TOWER, *(f"pair.{name}" for name in PAIR), "head"]
 
 
+@pytest.mark.slow
 def test_names_are_module_paths_and_survive_edits_elsewhere(tmp_path):
     assert names_of(export(Ranker(), tmp_path / "old.onnx")) == OLD
     edited = names_of(export(Edited(), tmp_path / "new.onnx"))
@@ -86,6 +87,7 @@ def test_names_are_module_paths_and_survive_edits_elsewhere(tmp_path):
     assert set(edited) - set(OLD) == {"before", "after.0", "after.2", *beside}
 
 
+@pytest.mark.slow
 def test_a_module_that_runs_twice_has_two_names(tmp_path):
     class Twice(torch.nn.Module):
         def __init__(self) -> None:

@@ -192,6 +192,7 @@ def test_mse_is_never_predicted_worse_than_amax(x, format):
     assert of_mse <= of_amax
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", [E4M3FN, *(pytest.param(f, marks=pytest.mark.slow) for f in FLOATS[1:])])
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
 def test_mse_against_the_best_scale_there_is(name, format):

@@ -189,6 +189,7 @@ def command(*words: object) -> int:
     return int(ended.value.code or 0)
 
 
+@pytest.mark.slow
 def test_the_command_writes_a_file_once_and_run_takes_model_and_rows(tmp_path: Path) -> None:
     rows, model = write_rows(tmp_path / "rows.parquet"), write_model(tmp_path / "ranker.onnx", "")
     target = tmp_path / "RUN.yaml"

@@ -26,6 +26,8 @@ from loka_onnx.pipeline.context import Context
 from loka_onnx.pipeline.directory import RunDirectory
 from loka_onnx.pipeline.splitting import Source
 
+pytestmark = pytest.mark.slow
+
 Install = Callable[[str, str, str], None]
 
 

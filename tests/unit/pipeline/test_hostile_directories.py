@@ -96,6 +96,7 @@ def test_links_that_stay_inside_and_one_to_the_run_itself_are_followed(tmp_path)
     assert not (run / "model" / "plan.json").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "change"),
     [
@@ -120,6 +121,7 @@ def test_every_path_of_every_document_is_held_inside(tmp_path, kind, change):
             serde.loads(kind, json.dumps(plain))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", ["target", "backend", "architecture", "plan"])
 def test_what_directories_are_named_after_is_one_name(tmp_path, part):
     directory, _, _ = written(tmp_path)

@@ -36,6 +36,8 @@ from loka_onnx.pipeline.jobs import (
 )
 from loka_onnx.sessions.onnx_session import OnnxSession
 
+pytestmark = pytest.mark.slow
+
 NAME = "cpu-onnxruntime-cpu-fp32"
 ROWS = np.random.default_rng(3).normal(size=(23, 64)).astype(np.float32)
 

@@ -14,6 +14,8 @@ from loka_onnx.export.onnx_model import import_onnx
 from loka_onnx.export.preflight import Batches, Fault
 from loka_onnx.pipeline.survival import find_fatal_batch
 
+pytestmark = pytest.mark.slow
+
 LAYERS = {
     "GRU": "all, last = GRU<hidden_size=16>(steps, w3, r3)",
     "LSTM": "all, last, cells = LSTM<hidden_size=16>(steps, w4, r4)",

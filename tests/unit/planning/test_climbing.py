@@ -228,6 +228,7 @@ def taken_and_certified(random: np.random.Generator) -> tuple[bool, float] | Non
     return bool(upper <= BUDGET), true_kl[found.rung] / affordable_kl(BUDGET, FIRST, rows)
 
 
+@pytest.mark.slow
 def test_what_is_taken_passes_certification_in_nine_of_ten_runs() -> None:
     random = np.random.default_rng(3)
     taken = [found for found in (taken_and_certified(random) for _ in range(1500)) if found is not None]

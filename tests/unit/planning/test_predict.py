@@ -92,6 +92,7 @@ def test_leave_one_out_on_the_shipped_records(name: str, most_median: float, mos
     assert max(errors) < most
 
 
+@pytest.mark.slow
 def test_the_standard_error_is_the_size_of_the_errors_that_are_seen() -> None:
     """Left out one by one, about two thirds of the times lie inside one standard error."""
     pairs = [pair for model in H100.values() for pair in leave_one_out(model)]

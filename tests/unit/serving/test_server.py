@@ -36,6 +36,7 @@ def never(url: str, engine: str) -> None:
     raise AssertionError(f"it listens: {url}")
 
 
+@pytest.mark.slow
 def test_without_its_packages_everything_imports_and_the_remedy_is_told() -> None:
     done = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")

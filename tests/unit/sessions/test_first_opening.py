@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import sys
 from dataclasses import replace
@@ -56,6 +57,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def library(place: Path, does: str, name: str = "some_trt") -> str:
     (place / f"{name}.py").write_text(LIBRARY % does)
+    importlib.invalidate_caches()
     return name
 
 
@@ -64,6 +66,7 @@ def openings(place: Path) -> int:
     return len(log.read_text()) if log.is_file() else 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("does", "ending"),
     [
@@ -88,6 +91,7 @@ def test_one_that_takes_for_ever_is_ended(place: Path, monkeypatch: pytest.Monke
         check_opens(library(place, "signal.pause()"), "11.4.0", place / "engine.trt", GPU)
 
 
+@pytest.mark.slow
 def test_a_refusal_is_left_to_who_opens_it(place: Path) -> None:
     """The library returns no engine: the session says so, with its own words."""
     module = library(place, "return None")

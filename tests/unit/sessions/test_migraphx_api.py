@@ -204,6 +204,7 @@ class TestCompiling:
 
 
 class TestRunning:
+    @pytest.mark.slow
     def test_buffers_live_until_the_run_returns(self) -> None:
         """The vendor's argument points to the buffer and does not keep it."""
         alive: list[weakref.ref[Any]] = []

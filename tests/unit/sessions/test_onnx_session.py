@@ -119,6 +119,7 @@ def outside(values: np.ndarray, name: str) -> onnx.TensorProto:
     return tensor
 
 
+@pytest.mark.slow
 def test_weights_in_memory_are_read_where_they_are_and_live_as_long_as_the_session():
     model = parsed("g (float[b,4] x) => (float[b,4] y) { y = Mul(x, w) }")
     weight = np.arange(4, dtype=np.float32)

@@ -161,6 +161,7 @@ def test_rows_do_not_influence_one_another(name, features):
     torch.testing.assert_close(whole, single, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "features"),
     [pytest.param(*case, marks=() if case[0] == "dlrm" else pytest.mark.slow) for case in EVERY],

@@ -55,6 +55,7 @@ def test_a_model_comes_close_to_the_teacher(data, name):
     assert not model.training
 
 
+@pytest.mark.slow
 def test_training_repeats_bit_by_bit(data):
     runs = []
     for seed in (0, 0, 1):

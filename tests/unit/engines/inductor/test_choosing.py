@@ -165,6 +165,7 @@ def test_an_exact_tile_is_timed_where_its_fast_sums_are_too_far_off(monkeypatch:
     assert [each.kernel for each in found.measured if each.obstacle] == [refused]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [FP8, torch.bfloat16])
 def test_large_weights_are_timed_as_they_come_from_memory(dtype: torch.dtype) -> None:
     one, large = torch.ones(()), torch.randn(1024, 4096).to(dtype).t()
