@@ -15,13 +15,13 @@ timed on a GPU yet.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from itertools import takewhile
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from loka_onnx.engines.inductor.fusions.base import HALVES, Fused, is_row, only_reader
+from loka_onnx.engines.inductor.fusions.base import HALVES, Fused, is_row
 from loka_onnx.engines.inductor.fusions.planned import Node, PlannedGraph, Tensor
 from loka_onnx.engines.inductor.fusions.products import is_plain
 
@@ -40,33 +40,27 @@ Step = tuple[Node, ...]
 
 def stacked_branches(graph: PlannedGraph, node: Node) -> Fused | None:
     """Compute a product and what follows it together with its twins in other branches; declines none."""
-    if not _is_linear(node):
-        return None
-    split = node.reads(0).producer
-    split = split if split is not None and split.op == "Split" else None
-    first = _neighbours(graph, node, split) if split else _independent(graph, node)
+    first = _twins(graph, node) if _is_linear(node) else ()
     steps = _followed(first) if len(first) > 1 else []
     products = [step for step in steps if is_plain(step[0])]
-    if len(products) < (1 if split else 2):
+    if len(products) < (1 if first and _place(first) is not None else 2):
         return None
-    name, place = graph.fresh_name(f"{node.name}/stacked"), node.reads(0)
-    stacks = {id(place): _source(graph, name, first, split)}
+    writer = _Writer(graph, graph.fresh_name(f"{node.name}/stacked"))
+    stacks = {id(first[0].reads(0)): writer.source(first)}
     for step in steps:
-        stacks[id(_result(step))] = _stacked(graph, name, step, stacks)
+        stacks[id(_result(step))] = writer.step(step, stacks)
     inside = {id(each) for step in steps for each in step}
     for step in steps:
         stack = stacks[id(_result(step))]
         for join in [each for each in _result(step).readers if _is_join(each, step)]:
-            _join(graph, name, join, stack)
+            writer.join(join, stack)
         for branch, each in enumerate(step):
             result = each.outputs[0]
             if graph.is_output(result) or any(r.outputs and id(r) not in inside for r in result.readers):
-                bounds = [_numbers(graph, name, number) for number in (branch, branch + 1, 0)]
-                row = _add(graph, "Slice", name, [stack, *bounds], stack)
-                graph.replace("Squeeze", graph.fresh_name(f"{name}/branch"), [row, bounds[2]], [result], {})
+                writer.part(branch, stack, result)
     for each in (each for step in steps for each in step):
         each.outputs = []
-    return Fused(name, tuple(each.name for step in products for each in step))
+    return Fused(writer.name, tuple(each.name for step in products for each in step))
 
 
 def _is_linear(node: Node) -> bool:
@@ -81,24 +75,17 @@ def _is_linear(node: Node) -> bool:
     return has_bias and len(sides) == 2 and sides[0] * sides[1] <= MOST
 
 
-def _neighbours(graph: PlannedGraph, node: Node, split: Node) -> Step:
-    """Linears of the parts of a Split, from that of `node` on, as long as they are alike."""
-    if split.attrs.get("axis", 0) not in {-1, 1} or node is not only_reader(graph, node.reads(0)):
-        return ()
-    places = [id(part) for part in split.outputs]
-    parts = split.outputs[places.index(id(node.reads(0))) :]
-    readers = (only_reader(graph, part) for part in parts)
-    alike = takewhile(lambda each: each is not None and _form(each) == _form(node), readers)
-    return tuple(each for each in alike if each is not None)
-
-
-def _independent(graph: PlannedGraph, node: Node) -> Step:
+def _twins(graph: PlannedGraph, node: Node) -> Step:
     """Linears like `node` whose sources are computed alike, none from the result of another."""
     twins, form = [node], _form(node)
     for other in graph.nodes:
         is_new = other.op == node.op and all(other.reads(0) is not each.reads(0) for each in twins)
         if is_new and _form(other) == form and not _depend([*twins, other]):
             twins.append(other)
+    split = node.reads(0).producer
+    if split is not None and split.op == "Split":
+        places = {id(part): place for place, part in enumerate(split.outputs)}
+        twins.sort(key=lambda each: places[id(each.reads(0))])
     return tuple(twins)
 
 
@@ -107,8 +94,19 @@ def _form(node: Node) -> tuple[Any, ...] | None:
     if not node.outputs or not _is_linear(node):
         return None
     maker = node.reads(0).producer
-    made = None if maker is None else (maker.op, maker.attrs, [each and each.shape for each in maker.inputs])
+    made: Any = maker and (maker.op, maker.attrs, [each and each.shape for each in maker.inputs])
+    made = id(maker) if maker is not None and maker.op == "Split" else made
     return node.op, node.attrs, [each and each.shape for each in node.inputs], made
+
+
+def _place(first: Step) -> int | None:
+    """First position of neighbouring parts of a matrix that one Split gives; None for other sources."""
+    split = first[0].reads(0).producer
+    if split is None or split.op != "Split" or split.attrs.get("axis", 0) not in {-1, 1}:
+        return None
+    parts = [id(part) for part in split.outputs]
+    place = parts.index(id(first[0].reads(0)))
+    return place if parts[place : place + len(first)] == [id(node.reads(0)) for node in first] else None
 
 
 def _depend(nodes: Sequence[Node]) -> bool:
@@ -180,82 +178,77 @@ def _is_join(node: Node, step: Step) -> bool:
     return is_all and node.attrs["axis"] % max(1, len(shape)) > 0 and None not in shape[1:]
 
 
-def _add(
-    graph: PlannedGraph, op: str, name: str, inputs: Sequence[Tensor | None], like: Tensor, **attrs: Any
-) -> Tensor:
-    """Add a node; return its output, of the type of another tensor."""
-    made = Tensor(graph.fresh_name(f"{name}/{op.lower()}.out"), like.kind)
-    graph.replace(op, graph.fresh_name(f"{name}/{op.lower()}"), inputs, [made], attrs)
-    return made
+@dataclass(frozen=True)
+class _Writer:
+    """Writes nodes of stacked branches, named after `name`."""
 
+    graph: PlannedGraph
+    name: str
 
-def _numbers(graph: PlannedGraph, name: str, *values: int) -> Tensor:
-    return graph.constant(f"{name}.numbers", np.array(values, np.int64))
+    def add(self, op: str, inputs: Sequence[Tensor | None], like: Tensor, **attrs: Any) -> Tensor:
+        """Add a node; return its output, of the type of another tensor."""
+        name = self.graph.fresh_name(f"{self.name}/{op.lower()}")
+        made = Tensor(self.graph.fresh_name(f"{name}.out"), like.kind)
+        self.graph.replace(op, name, inputs, [made], attrs)
+        return made
 
+    def numbers(self, *values: int) -> Tensor:
+        """Create a vector of integers."""
+        return self.graph.constant(f"{self.name}.numbers", np.array(values, np.int64))
 
-def _source(graph: PlannedGraph, name: str, first: Step, split: Node | None) -> Tensor:
-    """All sources as one tensor (E, batch, K)."""
-    like, axis = first[0].reads(0), _numbers(graph, name, 0)
-    if split is None:
-        rows = [_add(graph, "Unsqueeze", name, [node.reads(0), axis], like) for node in first]
-        return _add(graph, "Concat", name, rows, like, axis=0)
-    widths = [(part.shape or (0,))[-1] or 0 for part in split.outputs]
-    begin = next(i for i, part in enumerate(split.outputs) if part is like)
-    bounds = (sum(widths[:begin]), sum(widths[: begin + len(first)]), 1)
-    part = _add(graph, "Slice", name, [split.reads(0), *(_numbers(graph, name, b) for b in bounds)], like)
-    shape = _numbers(graph, name, -1, len(first), widths[begin])
-    return _add(
-        graph, "Transpose", name, [_add(graph, "Reshape", name, [part, shape], like)], like, perm=[1, 0, 2]
-    )
+    def source(self, first: Step) -> Tensor:
+        """All sources as one tensor (E, batch, K)."""
+        like, place = first[0].reads(0), _place(first)
+        split = like.producer
+        if split is None or place is None:
+            rows = [self.add("Unsqueeze", [node.reads(0), self.numbers(0)], like) for node in first]
+            return self.add("Concat", rows, like, axis=0)
+        widths = [(part.shape or (0,))[-1] or 0 for part in split.outputs]
+        bounds = (sum(widths[:place]), sum(widths[: place + len(first)]), 1)
+        part = self.add("Slice", [split.reads(0), *map(self.numbers, bounds)], like)
+        apart = self.add("Reshape", [part, self.numbers(-1, len(first), widths[place])], like)
+        return self.add("Transpose", [apart], like, perm=[1, 0, 2])
 
+    def step(self, step: Step, stacks: dict[int, Tensor]) -> Tensor:
+        """Results of a step as one tensor."""
+        node, result = step[0], _result(step)
+        inputs = [each and stacks.get(id(each), each) for each in node.inputs]
+        if is_plain(node):
+            turned = bool(node.attrs.get("transB", 0))
+            weights = [each.reads(1).values.T if turned else each.reads(1).values for each in step]
+            weight = self.graph.constant(f"{self.name}.weight", np.stack(weights))
+            made = self.add("MatMul", [inputs[0], weight], result, products=[each.name for each in step])
+            return self.add("Add", [made, self.constants(step, 2, 2)], result) if node.has(2) else made
+        if node.op in _AXES:
+            axes = node.reads(1).values.reshape(-1).tolist()
+            inputs[1] = self.numbers(*(axis if axis < 0 else axis + 1 for axis in axes))
+        else:
+            rank = len(result.shape or ())
+            for i in (i for i, each in enumerate(inputs) if each is not None and each.is_constant):
+                inputs[i] = self.constants(step, i, rank)
+        return self.add(node.op, inputs, result, **node.attrs)
 
-def _stacked(graph: PlannedGraph, name: str, step: Step, stacks: dict[int, Tensor]) -> Tensor:
-    """Results of a step as one tensor."""
-    node, result = step[0], _result(step)
-    inputs = [each and stacks.get(id(each), each) for each in node.inputs]
-    if is_plain(node):
-        weights = (
-            each.reads(1).values.T if each.attrs.get("transB", 0) else each.reads(1).values for each in step
+    def constants(self, step: Step, position: int, rank: int) -> Tensor:
+        """Constants of all branches as one that broadcasts like each; the same one where all are equal."""
+        values = [each.reads(position).values for each in step]
+        if all(each.tobytes() == values[0].tobytes() for each in values):
+            return step[0].reads(position)
+        padded = [each.reshape((1,) * (rank - each.ndim) + each.shape) for each in values]
+        return self.graph.constant(f"{self.name}.constant", np.stack(padded))
+
+    def join(self, node: Node, stack: Tensor) -> None:
+        """Compute a Concat of all branches from their stack."""
+        shape = [each or 0 for each in node.reads(0).shape or ()]
+        axis = node.attrs["axis"] % len(shape)
+        order = [*range(1, axis + 1), 0, *range(axis + 1, len(shape) + 1)]
+        shape[axis] *= len(node.inputs)
+        inputs = [self.add("Transpose", [stack], stack, perm=order), self.numbers(-1, *shape[1:])]
+        self.graph.replace(
+            "Reshape", self.graph.fresh_name(f"{self.name}/joined"), inputs, [node.outputs[0]], {}
         )
-        weight = graph.constant(f"{name}.weight", np.stack([*weights]))
-        sites = [each.name for each in step]
-        made = _add(graph, "MatMul", name, [inputs[0], weight], result, products=sites)
-        if not node.has(2):
-            return made
-        bias = _constants(graph, name, (each.reads(2) for each in step), 2)
-        return _add(graph, "Add", name, [made, bias], result)
-    if node.op in _AXES:
-        axes = node.reads(1).values.reshape(-1).tolist()
-        inputs[1] = _numbers(graph, name, *(axis if axis < 0 else axis + 1 for axis in axes))
-    else:
-        rank = len(result.shape or ())
-        for i in (i for i, each in enumerate(inputs) if each is not None and each.is_constant):
-            inputs[i] = _constants(graph, name, (each.reads(i) for each in step), rank)
-    return _add(graph, node.op, name, inputs, result, **node.attrs)
 
-
-def _constants(graph: PlannedGraph, name: str, tensors: Iterable[Tensor], rank: int) -> Tensor:
-    """Constants of all branches as one that broadcasts like each; the same one where all are equal."""
-    first, *others = tensors
-    values = [each.values for each in (first, *others)]
-    if all(each.tobytes() == values[0].tobytes() for each in values):
-        return first
-    padded = [each.reshape((1,) * (rank - each.ndim) + each.shape) for each in values]
-    return graph.constant(f"{name}.constant", np.stack(padded))
-
-
-def _join(graph: PlannedGraph, name: str, node: Node, stack: Tensor) -> None:
-    """Compute a Concat of all branches from their stack."""
-    shape, count = [each or 0 for each in node.reads(0).shape or ()], len(node.inputs)
-    axis = node.attrs["axis"] % len(shape)
-    turned = _add(
-        graph,
-        "Transpose",
-        name,
-        [stack],
-        stack,
-        perm=[*range(1, axis + 1), 0, *range(axis + 1, len(shape) + 1)],
-    )
-    shape[axis] *= count
-    target = _numbers(graph, name, -1, *shape[1:])
-    graph.replace("Reshape", graph.fresh_name(f"{name}/joined"), [turned, target], [node.outputs[0]], {})
+    def part(self, branch: int, stack: Tensor, result: Tensor) -> None:
+        """Compute the result of one branch from the stack of all."""
+        bounds = [self.numbers(number) for number in (branch, branch + 1, 0)]
+        inputs = [self.add("Slice", [stack, *bounds], stack), bounds[2]]
+        self.graph.replace("Squeeze", self.graph.fresh_name(f"{self.name}/branch"), inputs, [result], {})

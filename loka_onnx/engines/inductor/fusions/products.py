@@ -4,7 +4,7 @@ A product in FP8 or INT8 (A and W behind their DQ), BF16 or FP16, and operators 
 element of its output, in this order, each optional::
 
     Z  =  A · W + b
-    Z  =  relu(Z)                   or, of a cross layer (arXiv 2008.13535, equation 1),   Z  =  x0 ⊙ Z + x
+    Z  =  relu(Z), leaky_relu(Z)    or, of a cross layer (arXiv 2008.13535, equation 1),   Z  =  x0 ⊙ Z + x
     Z, Q(Z)
 
 become one node, even without an epilogue. The lowering computes it by one kernel, or by a library's product
@@ -147,6 +147,7 @@ class _Epilogue:
     end: Tensor
     bias: Tensor | None = None
     relu: bool = False
+    slope: float = 0.0
     cross: tuple[Tensor, ...] = ()
 
     @classmethod
@@ -165,8 +166,9 @@ class _Epilogue:
                 reader = only_reader(graph, match.end)
         if reader is None:
             return match
-        if reader.op == "Relu":
+        if reader.op in {"Relu", "LeakyRelu"}:
             match.relu, match.end = True, reader.outputs[0]
+            match.slope = float(reader.attrs.get("alpha", 0.01)) if reader.op == "LeakyRelu" else 0.0
             return match
         factor = _other(reader, match.end) if reader.op == "Mul" else None
         total = None if factor is None else only_reader(graph, reader.outputs[0])
@@ -184,7 +186,7 @@ class _Epilogue:
         """
         ends = Ends.of(graph, self.end)
         inputs = [*factors[:4], self.bias, *(self.cross or (None, None)), ends.scale, *factors[4:]]
-        attrs = {"relu": int(self.relu), "base": self.end.kind, **ends.attributes}
+        attrs = {"relu": int(self.relu), "slope": self.slope, "base": self.end.kind, **ends.attributes}
         graph.replace(f"{DOMAIN}::{op}", node.name, inputs, ends.replaced(self.end), attrs)
         return Fused(node.name, (node.name,))
 

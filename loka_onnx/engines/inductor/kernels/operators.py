@@ -187,6 +187,7 @@ def product(node: Node, *inputs: Value) -> tuple[Tensor, ...]:
     parts = Epilogue(
         cross=() if x0 is None or x is None else (node.tensor(x0), node.tensor(x)),
         relu=bool(node.get("relu", 0)),
+        slope=float(node.get("slope", 0.0)),
         scale=_number(node, out_scale),
         narrow=_narrow(node),
         is_wide=bool(node.get("wide", 1)),

@@ -3,7 +3,7 @@
 With A (M, K) and B (N, K) in E4M3FN or INT8 and a scale for each output column, or in BF16 or FP16 without
 one, summed in FP32, INT8 in INT32::
 
-    Z    =   relu?(A · Bᵀ · scale + bias)
+    Z    =   relu?(A · Bᵀ · scale + bias)     negative values become 0, or a factor times the value
     Z    =   x0 ⊙ Z + x                      of a cross layer (arXiv 2008.13535, equation 1)
     out  =   Z in the base precision, Z / s in E4M3FN or INT8, or both
 
@@ -49,7 +49,7 @@ def to_eight_bits(value, inverse_scale, kind: tl.constexpr):  # type: ignore[no-
 @triton.jit  # type: ignore[untyped-decorator]
 def _loka_product_kernel(  # type: ignore[no-untyped-def]
     a_ptr, b_ptr, scale_ptr, bias_ptr, x0_ptr, x_ptr, wide_ptr, narrow_ptr, parts_ptr,
-    M, N16, K16, inverse_scale,
+    M, N16, K16, inverse_scale, slope,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr, SPLIT: tl.constexpr,
     SCALED: tl.constexpr, BIAS: tl.constexpr, RELU: tl.constexpr, CROSS: tl.constexpr, FIRST: tl.constexpr,
     WIDE: tl.constexpr, NARROW: tl.constexpr, WHOLE_K: tl.constexpr, IMPRECISE: tl.constexpr,
@@ -94,14 +94,14 @@ def _loka_product_kernel(  # type: ignore[no-untyped-def]
     else:
         _finish(
             z, m, n, N, place, stored,
-            scale_ptr, bias_ptr, x0_ptr, x_ptr, wide_ptr, narrow_ptr, inverse_scale,
+            scale_ptr, bias_ptr, x0_ptr, x_ptr, wide_ptr, narrow_ptr, inverse_scale, slope,
             SCALED, BIAS, RELU, CROSS, FIRST, WIDE, NARROW,
         )  # fmt: skip
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _finish(  # type: ignore[no-untyped-def]
-    z, m, n, N, place, stored, scale_ptr, bias_ptr, x0_ptr, x_ptr, wide_ptr, narrow_ptr, inverse_scale,
+    z, m, n, N, place, stored, scale_ptr, bias_ptr, x0_ptr, x_ptr, wide_ptr, narrow_ptr, inverse_scale, slope,
     SCALED: tl.constexpr, BIAS: tl.constexpr, RELU: tl.constexpr, CROSS: tl.constexpr, FIRST: tl.constexpr,
     WIDE: tl.constexpr, NARROW: tl.constexpr,
 ):  # fmt: skip
@@ -111,8 +111,10 @@ def _finish(  # type: ignore[no-untyped-def]
         z *= tl.load(scale_ptr + n, mask=n < N, other=0.0)[None, :]
     if BIAS:
         z += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
-    if RELU:
+    if RELU == 1:
         z = tl.maximum(z, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    elif RELU == 2:
+        z = tl.where(z > 0.0, z, z * slope)
     if CROSS:
         x0 = tl.load(x0_ptr + place, mask=stored, other=0.0).to(tl.float32)
         x = x0 if FIRST else tl.load(x_ptr + place, mask=stored, other=0.0).to(tl.float32)
@@ -127,7 +129,7 @@ def _finish(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _add_up_kernel(  # type: ignore[no-untyped-def]
-    parts_ptr, scale_ptr, bias_ptr, x0_ptr, x_ptr, wide_ptr, narrow_ptr, M, N16, inverse_scale,
+    parts_ptr, scale_ptr, bias_ptr, x0_ptr, x_ptr, wide_ptr, narrow_ptr, M, N16, inverse_scale, slope,
     BM: tl.constexpr, BN: tl.constexpr, SPLIT: tl.constexpr,
     SCALED: tl.constexpr, BIAS: tl.constexpr, RELU: tl.constexpr, CROSS: tl.constexpr, FIRST: tl.constexpr,
     WIDE: tl.constexpr, NARROW: tl.constexpr,
@@ -144,7 +146,7 @@ def _add_up_kernel(  # type: ignore[no-untyped-def]
         z += tl.load(parts_ptr + made, mask=stored, other=0.0)
     _finish(
         z, m, n, N, place, stored,
-        scale_ptr, bias_ptr, x0_ptr, x_ptr, wide_ptr, narrow_ptr, inverse_scale,
+        scale_ptr, bias_ptr, x0_ptr, x_ptr, wide_ptr, narrow_ptr, inverse_scale, slope,
         SCALED, BIAS, RELU, CROSS, FIRST, WIDE, NARROW,
     )  # fmt: skip
 
@@ -159,6 +161,7 @@ def product(
     x: Tensor | None,
     inverse_scale: float,
     relu: bool,
+    slope: float,
     wide: torch.dtype | None,
     narrow: torch.dtype,
     tile: list[int],
@@ -171,7 +174,7 @@ def product(
     x0. `tile` is `Tile.numbers`.
 
     Returns (M, N) in the type `wide`, unless that is None, then (M, N) in `narrow`, E4M3FN or INT8, times
-    `inverse_scale`, unless that is 0.
+    `inverse_scale`, unless that is 0. With `relu`, negative values are multiplied by `slope`.
     """
     (m, k), n = a.shape, b.shape[0]
     high = None if wide is None else torch.empty((m, n), dtype=wide, device=a.device)
@@ -184,7 +187,7 @@ def product(
     follows = {
         "SCALED": scale is not None,
         "BIAS": bias is not None,
-        "RELU": relu,
+        "RELU": int(relu) + int(relu and slope != 0.0),
         "CROSS": x0 is not None,
         "FIRST": x is None,
         "WIDE": high is not None,
@@ -195,12 +198,12 @@ def product(
     # None is Triton's default: on Hopper, the whole sum in the tensor core's precision.
     imprecise = bk if exact and a.dtype == torch.float8_e4m3fn else None
     wrap_triton(_loka_product_kernel)[(triton.cdiv(m, bm) * triton.cdiv(n, bn), split)](
-        a, b, *read, a if parts is None else parts, m, n16, k16, inverse_scale, **tiles, **follows,
+        a, b, *read, a if parts is None else parts, m, n16, k16, inverse_scale, slope, **tiles, **follows,
         IMPRECISE=imprecise, num_stages=stages, num_warps=warps,
     )  # fmt: skip
     if parts is not None:
         tiles = {"BM": SUM_ROWS, "BN": SUM_COLUMNS, "SPLIT": split}
         wrap_triton(_add_up_kernel)[(triton.cdiv(m, SUM_ROWS), triton.cdiv(n, SUM_COLUMNS))](
-            parts, *read, m, n16, inverse_scale, **tiles, **follows, num_warps=4
+            parts, *read, m, n16, inverse_scale, slope, **tiles, **follows, num_warps=4
         )
     return [made for made in (high, low) if made is not None]

@@ -17,6 +17,7 @@ from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from loka_onnx.engines.inductor.fusions.products import MULTIPLE
 from loka_onnx.engines.inductor.lowering.values import along_axis, saturated, short_name
@@ -91,7 +92,7 @@ class Epilogue:
 
     Attributes:
         cross: x0 and x of a cross layer, with the shape of the product; one tensor in the first layer.
-        relu: Whether negative values become 0.
+        relu: Whether negative values become 0, or `slope` times the value.
         scale: Scale of the quantized output; None: there is none.
         narrow: Type of the quantized output.
         is_wide: Whether there is an output in the base precision.
@@ -99,6 +100,7 @@ class Epilogue:
 
     cross: tuple[Tensor, ...] = ()
     relu: bool = False
+    slope: float = 0.0
     scale: float | None = None
     narrow: torch.dtype = torch.float8_e4m3fn
     is_wide: bool = True
@@ -106,7 +108,7 @@ class Epilogue:
     def apply(self, value: Tensor) -> tuple[Tensor, ...]:
         """Apply it, for the compiler to fuse; the output in the base precision comes first."""
         if self.relu:
-            value = torch.relu(value)
+            value = functional.leaky_relu(value, self.slope) if self.slope else torch.relu(value)
         if self.cross:
             value = value * self.cross[0] + self.cross[1]
         wide = (value,) if self.is_wide else ()
@@ -335,6 +337,7 @@ class TiledProduct(ProductStrategy):
             x,
             0.0 if epilogue.scale is None else 1.0 / epilogue.scale,
             epilogue.relu,
+            epilogue.slope,
             product.dtype if epilogue.is_wide else None,
             epilogue.narrow,
             tile.numbers(),

@@ -160,7 +160,7 @@ def half(behind: str, width: int = 32, transposed: bool = True) -> Model:
 def _followed(model: Model, behind: str, k: int, n: int) -> tuple[Model, str]:
     """Add a ReLU, or the sum of a first cross layer."""
     if "relu" in behind:
-        return model.then("r = Relu(g)"), "r"
+        return model.then("r = LeakyRelu<alpha=0.25>(g)" if "leaky" in behind else "r = Relu(g)"), "r"
     if "cross" in behind:
         text = "[other] x0 = MatMul(x, m) gm = Mul(x0, g) r = Add(gm, x0)"
         return model.then(text, m=bf16(k, n, scale=0.2)), "r"

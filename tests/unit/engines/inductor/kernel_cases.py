@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 FP8 = torch.float8_e4m3fn
-ENDS = ("plain", "bias", "bias, relu", "bias, cross", "bias, first cross")
+ENDS = ("plain", "bias", "bias, relu", "bias, relu, leaky", "bias, cross", "bias, first cross")
 """Epilogues of products."""
 
 
@@ -64,7 +64,7 @@ class Product:
 
     arguments: tuple[Any, ...]
     exact: Any
-    relu: bool
+    slope: float | None
     base: Any
 
     @classmethod
@@ -87,9 +87,10 @@ class Product:
         z = a.double() @ b.double().t()
         z = z if scale is None else z * scale.double()
         z = z if bias is None else z + bias.double()
-        z = z.clamp(min=0) if "relu" in ends else z
+        slope = None if "relu" not in ends else 0.25 if "leaky" in ends else 0.0
+        z = z if slope is None else torch.where(z > 0, z, z * slope)
         z = z if x0 is None else x0.double() * z + (x0 if x is None else x).double()
-        return cls((a, b, scale, bias, x0, x), z, "relu" in ends, draw.base)
+        return cls((a, b, scale, bias, x0, x), z, slope, draw.base)
 
     def run(
         self,
@@ -100,7 +101,8 @@ class Product:
         wide: bool = True,
         narrow: Any = FP8,
     ) -> Any:
-        ends = (inverse_scale, self.relu, self.base if wide else None, narrow, list(tile))
+        relu = (self.slope is not None, self.slope or 0.0)
+        ends = (inverse_scale, *relu, self.base if wide else None, narrow, list(tile))
         return kernel(*self.arguments, *ends)
 
 

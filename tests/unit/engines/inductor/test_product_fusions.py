@@ -44,7 +44,7 @@ def with_epilogue(z, behind, rows, c):
     if "cross" in behind:
         x0 = rounded(rows @ c["m"])
         return x0 * z + x0
-    return np.maximum(z, 0.0) if "relu" in behind else z
+    return np.maximum(z, 0.25 * z if "leaky" in behind else 0.0) if "relu" in behind else z
 
 
 def check(graph, model, x, z):
@@ -57,7 +57,7 @@ def check(graph, model, x, z):
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("behind", ["", "relu", "cross"])
+@pytest.mark.parametrize("behind", ["", "relu", "leaky relu", "cross"])
 @pytest.mark.parametrize("outputs", ["wide", "quantized", "quantized and wide"])
 def test_a_product_takes_along_what_follows(bias, behind, outputs, tmp_path):
     model = product(bias, behind, outputs)
@@ -65,7 +65,7 @@ def test_a_product_takes_along_what_follows(bias, behind, outputs, tmp_path):
     assert sites_of(report, "quantized-product") == [("fc",)]
     left = ops(graph)
     assert f"{DOMAIN}::QuantizedProduct" in left
-    assert not {"Gemm", "Relu", "Add", "Mul"} & set(left)
+    assert not {"Gemm", "Relu", "LeakyRelu", "Add", "Mul"} & set(left)
     assert left.count("QuantizeLinear") == 1
     c, x = model.wide(), model.rows()
     rows = rounded(x)
@@ -74,7 +74,7 @@ def test_a_product_takes_along_what_follows(bias, behind, outputs, tmp_path):
     check(graph, model, x, with_epilogue(z, behind, rows, c))
 
 
-@pytest.mark.parametrize("behind", ["", "relu", "cross"])
+@pytest.mark.parametrize("behind", ["", "relu", "leaky relu", "cross"])
 def test_a_product_of_int8_takes_along_what_follows(behind, tmp_path):
     model = product(True, behind, "quantized and wide")
     stored = np.rint(model.constants["w"].astype(np.float32)).clip(-128, 127).astype(np.int8)
@@ -108,7 +108,7 @@ def test_both_scales_are_multiplied_when_the_graph_is_fused(tmp_path):
 
 
 @pytest.mark.parametrize("transposed", [True, False])
-@pytest.mark.parametrize("behind", ["", "relu", "cross", "quantized", "relu, quantized"])
+@pytest.mark.parametrize("behind", ["", "relu", "leaky relu", "cross", "quantized", "relu, quantized"])
 def test_a_product_in_bf16_takes_along_what_follows(behind, transposed, tmp_path):
     model = half(behind, transposed=transposed)
     graph, report = fused(model, tmp_path)
