@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import count
+from itertools import chain, count
 from math import inf
 
 from loka_onnx.config.schema import RefineConfig
@@ -284,9 +284,7 @@ class _Loop:
             return self._document(target, "no engine here runs FP8 or INT8 at a speed that counts")
         self._judge(real)
         if not self._has_prospects(real, target):
-            return self._document(
-                target, "every engine here is inside its budget, and no other plan is known"
-            )
+            return self._document(target, "no other plan may follow from these engines")
         self._time(real, None)
         exact = [t for t in here if t.speed is not None and not t.is_quantized]
         timed = [t for t in real if t.speed is not None and t.is_quantized]
@@ -326,12 +324,15 @@ class _Loop:
         return f"the limit of {self._limits.rounds} rounds was reached"
 
     def _has_prospects(self, trials: Sequence[_Trial], target: str) -> bool:
-        """True if a plan may follow: an engine misses its budget, or the search proposes an untried one."""
-        if any(trial.is_quantized and not trial.is_within for trial in trials):
-            return True
+        """True if a new plan may follow: less than one that misses its budget, or one of the search."""
         seen = {_assignment(trial.plan) for trial in self.trials}
-        searched = self._bench.from_search(target)
-        return any(plan.quantized_sites and _assignment(plan) not in seen for plan in searched)
+        reverted = (
+            self._bench.revert_sites(trial.plan, trial.evaluation, target)
+            for trial in trials
+            if trial.evaluation is not None and trial.evaluation.upper is not None and not trial.is_within
+        )
+        plans = chain((each.plan for each in reverted if each is not None), self._bench.from_search(target))
+        return any(plan.quantized_sites and _assignment(plan) not in seen for plan in plans)
 
     def _judge(self, trials: Sequence[_Trial]) -> None:
         if trials:

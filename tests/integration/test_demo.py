@@ -48,7 +48,10 @@ def check_table(first: Done) -> None:
     lines = first.out.splitlines()
     if integer_instructions():
         # On a loaded machine their times say little.
-        won, lost = r"^cpu: int8-(all|safe), ", r"^cpu: fp32, (.*\n)+?.*INT8 (is|are) (no faster|slower)"
+        won, lost = (
+            r"^cpu: (int8-(all|safe)|refined-\d+), ",
+            r"^cpu: fp32, (.*\n)+?.*INT8 (is|are) (no faster|slower)",
+        )
         assert re.search(f"{won}|{lost}", first.out, re.M)
         assert row(cpu, "int8-safe")
     else:
@@ -62,7 +65,8 @@ def check_table(first: Done) -> None:
 
 
 def check_layout(output: Path) -> None:
-    assert {path.name for path in output.iterdir()} == LAYOUT | {"RUN.yaml", "data", "train"}
+    refined = {"refined.json", "refinement.json"} if integer_instructions() else set()
+    assert {path.name for path in output.iterdir()} == LAYOUT | refined | {"RUN.yaml", "data", "train"}
     text = (output / "report.md").read_text()
     assert "fp8-safe" in text and "int8-safe" in text and "SYNTHETIC" not in text
     evaluations = json.loads((output / "evaluation.json").read_text())["value"]["evaluations"]

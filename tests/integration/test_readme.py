@@ -39,7 +39,9 @@ def test_the_example_runs_as_printed(tmp_path):
         assert (tmp_path / "runs" / "RUN" / name).is_file()
     assert "SYNTHETIC DATA" in "".join(printed)
     line = printed[-1].splitlines()[-1]
-    assert re.fullmatch(r"cpu-onnxruntime-cpu-(fp32|int8-all|int8-safe) \[-?\d\S* +-?\d\S* *\]", line)
+    assert re.fullmatch(
+        r"cpu-onnxruntime-cpu-(fp32|int8-all|int8-safe|refined-\d+) \[-?\d\S* +-?\d\S* *\]", line
+    )
     report = serde.read(ReportData, tmp_path / "runs" / "RUN" / "report.json")
     inside = {
         plan: (e := report.evaluation(f"cpu-onnxruntime-cpu-{plan}", "certification")) and e.is_within_budget

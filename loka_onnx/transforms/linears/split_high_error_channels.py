@@ -179,14 +179,14 @@ def rejoin(model: GraphModel, site: str) -> Applied:
     weight = linear.weight_kn().copy()
     weight[values_of(gather.inputs[1])] = values_of(small.inputs[1])
     linear.node.inputs[1] = model.constant(f"{site}.weight", linear.stored(weight))
-    quiet = producer(linear.source)
-    narrowed = [quiet] if quiet is not None and quiet.name == f"{site}{QUIET}" else []
-    for node in narrowed:
+    maker = producer(linear.source)
+    quiet = [maker] if maker is not None and maker.name == f"{site}{QUIET}" else []
+    for node in quiet:
         linear.node.inputs[0] = node.inputs[0]
     inner, result = add.inputs[0], add.outputs[0]
     add.inputs.clear()
     model.hand_over(result, inner)
-    model.remove([add, small, gather, *narrowed])
+    model.remove([add, small, gather, *quiet])
     return Applied(site, f"one product with '{part}' again: it is not in low precision here")
 
 

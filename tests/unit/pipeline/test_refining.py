@@ -282,7 +282,7 @@ def test_an_engine_that_is_not_faster_gives_nothing_back():
     # As fast as `a` alone, and beyond the budget.
     plans = PlanSet((*START.plans, plan("slow", "b", "c")))
     _, bench = run([*inside, engine_of("slow")], plans=plans)
-    assert (bench.asked, len(bench.timed)) == ([], 1)
+    assert (bench.asked, bench.built, len(bench.timed)) == (["slow"], [], 1)
 
 
 @KINDS
@@ -293,7 +293,11 @@ def test_where_nothing_could_follow_no_engine_is_timed(kind):
     found, bench = run(inside, tried, plans=start(kind))
     assert (bench.timed, bench.built, bench.judged) == ([], [], [each.plan for each in inside])
     assert [e.plan for e in found.added.evaluations.evaluations] == bench.judged
-    assert only(found).ended == "every engine here is inside its budget, and no other plan is known"
+    assert only(found).ended == "no other plan may follow from these engines"
+    # What would be given back of an engine that misses is the plan that was tried.
+    plans = PlanSet((*start(kind).plans, plan("a-and-b", "a", "b", kind=kind)))
+    _, bench = run([*inside, engine_of("a-and-b")], plans=plans)
+    assert (bench.timed, bench.asked) == ([], ["a-and-b"])
     found, bench = run(inside, SimulatedBench(proposed=(plan("x", "a", "c", kind=kind),)), plans=start(kind))
     assert (len(bench.timed), only(found).best) == (2, "refined-1")
 
