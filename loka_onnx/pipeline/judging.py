@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -44,6 +45,8 @@ from loka_onnx.sessions.runner import Arrays, Runner, SplitRunner, to_users
 
 PER_LOAD = LatencyOptions(warmup=3, min_repeats=3, max_repeats=30, max_seconds=0.6 / LOADS)
 """Limits of timing one engine at one batch size in one load; 0.6 seconds over the first `LOADS`."""
+PATIENCE = 60.0
+"""Seconds of timing the engines of a kind from which on none is loaded more than `LOADS` times."""
 EVALUATE = Stage("evaluate", "evaluation.json", EvaluationSet)
 JOB_TIMED_BYTES = 1 << 26
 """Most bytes of the generated rows that a build job carries for latencies; rows repeat beyond."""
@@ -200,14 +203,15 @@ class Judging:
         margin = serving.margin if serving.by_batch else inf
         loads: dict[str, list[tuple[Latency, ...]]] = {}
         failures: dict[str, str] = {}
-        left = list(engines)
+        left, began = list(engines), time.monotonic()
         with device_alone(engines[0].architecture):
             for index in range(MOST_LOADS if kind.counts else FIRST_LOADS):
                 if index in {FIRST_LOADS, LOADS}:
                     known = {name: over_loads(each) for name, each in loads.items() if name != LOOKUP}
                     able = {engine.id: known[engine.id] for engine in left if engine.id not in beyond}
                     close = contenders(able, NOISE, margin, LOOKS_APART if index == LOADS else 0.0)
-                    left = [engine for engine in left if engine.id in close]
+                    is_late = index == LOADS and time.monotonic() - began > PATIENCE
+                    left = [engine for engine in left if engine.id in close and not is_late]
                 if not left:
                     break
                 # No engine is always the first to be loaded, where memory is left.

@@ -28,7 +28,7 @@ from loka_onnx.pipeline.run import RunResult, run
 FP8 = "cpu-onnxruntime-cpu-fp8-all"
 
 
-def made_up(self: Judging, engines: Sequence[EngineArtifact]) -> Interleaved:
+def made_up(self: Judging, engines: Sequence[EngineArtifact], beyond: object = ()) -> Interleaved:
     """FP8 costs a fifth at 8 rows and saves two fifths at 64, in proportion to the sites that have it."""
 
     def latency(batch: int, us: float) -> Latency:

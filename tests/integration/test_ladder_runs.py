@@ -58,7 +58,7 @@ def test_the_plan_is_the_rung_that_was_measured(tmp_path):
     assert abs(expected.value - tried[Variant.NONE].value) > 1e-5
 
 
-def fast_in_fp8(self: Judging, engines: Sequence[EngineArtifact]) -> Interleaved:
+def fast_in_fp8(self: Judging, engines: Sequence[EngineArtifact], beyond: Any = ()) -> Interleaved:
     """FP8 takes half of the time at every batch size."""
     found = {}
     for engine in engines:
