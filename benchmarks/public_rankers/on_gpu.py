@@ -6,6 +6,11 @@ tuned and run, several at once; then each chosen engine is timed in turns with `
 
     python -m benchmarks.public_rankers.on_gpu prepare --cache DIR --libraries DIR --to DIR
     python -m benchmarks.public_rankers.on_gpu run --to DIR --work DIR --target nvidia-h200 --out DIR
+
+`plans` records the times of all plans of finished runs, by which formats are compared (`gpu_formats.json`)::
+
+    python -m benchmarks.public_rankers.on_gpu run --formats fp8 int8 --rankers fuxictr-dcnv2 …
+    python -m benchmarks.public_rankers.on_gpu plans --to DIR --work DIR --rankers fuxictr-dcnv2 --out DIR
 """
 
 from __future__ import annotations
@@ -35,6 +40,9 @@ from benchmarks.engines.zoo_today import Comparison
 from benchmarks.public_rankers.prepare import PROGRAM, names_of
 from benchmarks.recording import write_record
 from loka_onnx.config import OutputConfig, load_run_file
+from loka_onnx.core import serde
+from loka_onnx.core.engine import EngineSet
+from loka_onnx.core.evaluation import EvaluationSet
 from loka_onnx.core.formats import Precision
 from loka_onnx.graph.id_bounds import id_bounds
 from loka_onnx.graph.model import GraphModel
@@ -221,12 +229,32 @@ def run(options: argparse.Namespace) -> None:
         write_record("gpu_rankers", figures, settings, options.out)
 
 
+def plans(options: argparse.Namespace) -> None:
+    """Time and accuracy of every plan of finished runs: a request, inputs on the device, timed by the run."""
+    figures = {}
+    for name in options.rankers:
+        directory = options.work / name / "run"
+        built = serde.read(EngineSet, directory / "engines.json").engines
+        known = serde.read(EvaluationSet, directory / "evaluation.json").evaluations
+        judged = {each.engine: each for each in known if each.split == "certification"}
+        figures[name] = {
+            engine.plan: {
+                "within": judged[engine.id].is_within_budget,
+                "p50_us": {str(timed.batch): timed.p50_us for timed in judged[engine.id].latencies},
+                "loads_us": {str(timed.batch): timed.loads_us for timed in judged[engine.id].latencies},
+            }
+            for engine in built
+            if engine.id in judged
+        }
+    write_record("gpu_formats", figures, {"target": options.target}, options.out)
+
+
 def main() -> None:
-    """Prepare or run."""
+    """Prepare, run, or record plans."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=["prepare", "run"])
+    parser.add_argument("what", choices=["prepare", "run", "plans"])
     parser.add_argument("--cache", type=Path)
     parser.add_argument("--libraries", type=Path)
     parser.add_argument("--to", type=Path, required=True)
@@ -247,7 +275,7 @@ def main() -> None:
     parser.add_argument("--at-once", type=int, default=6)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    {"prepare": prepare, "run": run}[options.what](options)
+    {"prepare": prepare, "run": run, "plans": plans}[options.what](options)
 
 
 if __name__ == "__main__":
