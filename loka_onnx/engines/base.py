@@ -171,10 +171,11 @@ class Backend(ABC):
         )
 
     def build(self, request: BuildRequest) -> EngineArtifact:
-        """Build one engine in a child process, run its first batches there, and publish it.
+        """Build one engine in a child process, run its first batches if this machine can, and publish it.
 
         `request.output` appears as a whole or not at all; the child's log (``.log``) is beside it. The
-        artifact is READY, BUILT_NOT_RUN or DECLINED with the reason, or FAILED with the evidence.
+        artifact is READY, BUILT_NOT_RUN or DECLINED with the reason, or FAILED with the evidence. An earlier
+        `output` stays where none is published.
 
         Raises:
             ModelError: The model or the sample is missing.

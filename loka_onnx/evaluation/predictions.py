@@ -20,7 +20,7 @@ Run = Callable[[Mapping[str, Array]], Mapping[str, Array]]
 
 @dataclass(frozen=True)
 class Streams:
-    """A function that may run so many batches at once: a session of one thread each time."""
+    """A function that `predict` calls from `count` threads; it returns new arrays each time."""
 
     run: Run
     count: int

@@ -123,9 +123,11 @@ def split_high_error(context: Context, merged: ModdedModel, left: Mapping[str, f
 
 
 def allowed_errors(context: Context, merged: MeasuredModel) -> dict[str, float]:
-    """Return the part of its error that each site which fits in no planned format may keep, at most one half.
+    """Return, by site, the share of its eight-bit error energy (0 to 0.5) that may remain after a split.
 
-    Of several formats each site has the one that it has in a plan `mixed`. Empty where mods split nothing.
+    Listed are the sites above the rung that is expected to pass certification; of several formats a site has
+    that of plan `mixed`. Empty if `mods.split_channels` is off. Raises PlanningError if the profile lacks a
+    site or an output.
     """
     chosen = context.config.plan
     if not context.config.mods.split_channels:

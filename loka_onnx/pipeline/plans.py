@@ -201,7 +201,11 @@ def _runs(config: RunConfig, precision: Precision) -> bool:
 
 
 def plan_options(context: Context, model: ModelArtifact) -> PlanOptions:
-    """Plan options of the run file, with the current kernel times of every target."""
+    """Return the plan options of the run file, with the kernel times that the databases hold now.
+
+    `model` is the model after mods. `safe` is empty until the ladders are climbed. Raises UserError if a file
+    is no timing database.
+    """
     chosen = context.config.plan
     devices = tuple(_device_timings(context, model))
     return PlanOptions(

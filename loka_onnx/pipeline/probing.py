@@ -35,7 +35,7 @@ from loka_onnx.graph.model import GraphModel
 from loka_onnx.pipeline.context import Context
 from loka_onnx.pipeline.directory import Stage
 from loka_onnx.pipeline.plans import competing_plans, planned_recipes
-from loka_onnx.planning.policy import PlanOptions, open_verdicts
+from loka_onnx.planning.policy import open_verdicts
 
 EXPORTED, MODIFIED = "calibration/exported.json", "profile.json"
 """Profiles of the exported model and of the model after mods, below the run directory."""
@@ -71,7 +71,7 @@ class Probing:
         if before is not None:
             changed -= {site.name for site in before.sites if site in model.sites}
         if not changed:
-            return carried(earlier, model)
+            return without_removed_sites(earlier, model)
         only = with_partners(model, changed)
 
         def still_open(profile: Profile) -> tuple[str, ...]:
@@ -214,8 +214,7 @@ class Probing:
         """Sites whose verdict a profile leaves open, as if nothing were kept: a profile serves any
         `plan.keep`, and is not taken again when that changes.
         """
-        options = PlanOptions(confidence=self.config.calibration.confidence)
-        return open_verdicts(model, profile, self.specs, options)
+        return open_verdicts(model, profile, self.specs, self.config.calibration.confidence)
 
     def _may_decide_more(self, model: ModelArtifact, earlier: Profile) -> bool:
         """True if a profile that was stopped early leaves a verdict open, as it may under another budget."""
@@ -313,8 +312,11 @@ def with_sites(earlier: Profile, later: Profile, model: ModelArtifact) -> Profil
     )
 
 
-def carried(earlier: Profile, model: ModelArtifact) -> Profile:
-    """Return the earlier profile for a model of which every site is known."""
+def without_removed_sites(earlier: Profile, model: ModelArtifact) -> Profile:
+    """Return a profile for a model whose sites it has: in the model's order, without others and their groups.
+
+    Ranges of tensors are dropped if the model differs.
+    """
     order = [site.name for site in model.sites]
     entries = {entry.site: entry for entry in earlier.sites}
     return replace(

@@ -33,7 +33,7 @@ from loka_onnx.planning.costs import Costs, able_share, allowed_kl, share_of, us
 from loka_onnx.planning.judging import judge, percent
 from loka_onnx.planning.ladder import Ladder
 from loka_onnx.planning.mixing import Mixture, mix_formats, why_no_integers
-from loka_onnx.planning.patterns import named_places, nothing_left, wishes
+from loka_onnx.planning.patterns import nothing_left, wishes
 from loka_onnx.planning.search import FastSearch, Sites
 from loka_onnx.planning.site_speed import DeviceTimings, SiteSpeeds
 
@@ -146,24 +146,20 @@ def open_verdicts(
     model: ModelArtifact,
     profile: Profile,
     outputs: tuple[OutputSpec, ...],
-    options: PlanOptions | None = None,
+    confidence: float = CONFIDENCE,
 ) -> tuple[str, ...]:
-    """Return the sites whose verdict more rows could still change, in the model's order.
+    """Return products and norms that are UNDECIDED in some precision of a profile, in the model's order.
 
-    Errors are those of `make_plans`.
+    More rows may decide them. `confidence` is joint over the intervals of one precision. Raises PlanningError
+    if the profile lacks a site or an output.
     """
-    options = options or PlanOptions()
-    nodes = (node.name for node in GraphModel.load(model.path).nodes) if options.keep else ()
-    kept = named_places(options.keep, model.sites, nodes, "plan.keep").sites
     in_each = [
-        judge(model.sites, kept, profile.of(precision), outputs, options.confidence)
-        for precision in profile.precisions
+        judge(model.sites, (), profile.of(precision), outputs, confidence) for precision in profile.precisions
     ]
     return tuple(
         site.name
         for site in model.sites
-        if site.name not in kept
-        and (site.is_fp8_able or site.kind is SiteKind.NORM)
+        if (site.is_fp8_able or site.kind is SiteKind.NORM)
         and any(judgements[site.name].verdict is Verdict.UNDECIDED for judgements in in_each)
     )
 

@@ -49,7 +49,7 @@ def check_table(first: Done) -> None:
     if integer_instructions():
         # On a loaded machine their times say little.
         won, lost = (
-            r"^cpu: (int8-(all|safe)|refined-\d+), ",
+            r"^cpu: (int8-(all|safe)|refined-\d+)( and (\S+))?, ",
             r"^cpu: fp32, (.*\n)+?.*INT8 (is|are) (no faster|slower)",
         )
         assert re.search(f"{won}|{lost}", first.out, re.M)

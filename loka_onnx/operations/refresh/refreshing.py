@@ -29,7 +29,7 @@ from loka_onnx.errors import BudgetMissed, ConfigError, ModelError
 from loka_onnx.graph.structure import differences
 from loka_onnx.numerics.intervals import CONFIDENCE
 from loka_onnx.operations.refresh.earlier import EarlierRun
-from loka_onnx.operations.refresh.replanning import output_moves, replan, site_moves, unproven_reason
+from loka_onnx.operations.refresh.replanning import output_moves, site_moves, unproven_reason, with_new_scales
 from loka_onnx.pipeline.accepting import accept, export_model
 from loka_onnx.pipeline.candidates import build_engines
 from loka_onnx.pipeline.context import Context, RunSettings
@@ -286,7 +286,7 @@ def _replanned(context: Context, before: EarlierRun, modified: ModelArtifact, pr
             raise _Outdated(reason, ModelError)
 
     def make() -> PlanSet:
-        again = tuple(replan(plan, models[plan.id], profile, context.specs) for plan in wanted)
+        again = tuple(with_new_scales(plan, models[plan.id], profile, context.specs) for plan in wanted)
         return PlanSet(again, before.plans.notes, able_share=before.plans.able_share)
 
     return context.directory.document(REPLAN, {"plans": wanted, "profile": profile}, make)

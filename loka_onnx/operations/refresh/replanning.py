@@ -22,12 +22,14 @@ from loka_onnx.planning.fp16 import scale_fits
 CERTIFICATION = "certification"
 
 
-def replan(
+def with_new_scales(
     plan: PrecisionPlan, model: ModelArtifact, profile: Profile, outputs: Sequence[OutputSpec]
 ) -> PrecisionPlan:
-    """A plan with the scales and the predicted KL of a profile; a PlanningError where that lacks some.
+    """Return a plan with the same precisions for retrained weights.
 
-    `model` is the retrained model after mods, with the sites that the plan decides.
+    Scales and predicted KL are those of `profile`, the digest that of `model`: the retrained model after
+    mods, or the exported one for plan `untouched`, with the same sites. Raises PlanningError if the profile
+    lacks a scale, or the sensitivity of a quantized site.
     """
     graph = GraphModel.load(model.path)
     sites = {site.name: site for site in model.sites}
@@ -37,7 +39,7 @@ def replan(
             return decision
         return with_scales(decision, sites[decision.site], decision.recipe, graph, profile)
 
-    # Of quantized sites, together where they were measured together.
+    # The measured KL of a group replaces the sum of its sites' KLs.
     costs = Costs(profile.of(plan.formats), outputs) if plan.predicted_kl else None
     kl = {spec.name: costs.predicted(plan.quantized_sites, spec) for spec in outputs} if costs else {}
     decisions = tuple(map(again, plan.decisions))

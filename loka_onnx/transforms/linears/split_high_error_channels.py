@@ -173,7 +173,10 @@ class SplitHighErrorChannels(Mod[ChannelSplit]):
 
 
 def rejoin(model: GraphModel, site: str) -> Applied:
-    """Merge the channels split off a site back, with the bits of the original weight."""
+    """Undo the split of a site in place: the weight has its earlier bits again, the second product goes.
+
+    Raises InternalError if the site is not split.
+    """
     linear, part = read_linear(model, model.node(site)), f"{site}{HIGH_ERROR}"
     small, gather, add = (model.node(name) for name in (part, f"{part}{GATHER}", f"{part}{ADD}"))
     weight = linear.weight_kn().copy()

@@ -27,7 +27,7 @@ from loka_onnx.core.site import Operand, Site, SiteKind
 from loka_onnx.core.statistics import ErrorStats, RangeStats
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.graph.sites import find_sites
-from loka_onnx.pipeline.probing import carried, changed_sites, with_partners, with_sites
+from loka_onnx.pipeline.probing import changed_sites, with_partners, with_sites, without_removed_sites
 
 ONE = ExactSum.of([1.0])
 
@@ -147,7 +147,7 @@ def test_what_is_said_of_all_sites_is_true_of_each():
 
 def test_a_model_whose_sites_are_all_known_carries_the_profile():
     earlier = profile_of(("a", "b", "c"), groups=(group("a", "b"), group("b", "c")))
-    found = carried(earlier, model_of("c", "b", digest="modified"))
+    found = without_removed_sites(earlier, model_of("c", "b", digest="modified"))
     assert (found.model_digest, [entry.site for entry in found.sites]) == ("modified", ["c", "b"])
     assert found.groups == (group("b", "c"),)
     assert found.sampling == earlier.sampling

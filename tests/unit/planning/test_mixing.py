@@ -16,7 +16,7 @@ from loka_onnx.core.plan import Climb, Climbs, PlanSet
 from loka_onnx.core.profile import Profile
 from loka_onnx.core.recipe import MSE, PER_CHANNEL_WEIGHT, Granularity, Recipe
 from loka_onnx.core.timing import QUANTIZE, Kernel, KernelTiming, Provenance, Shape
-from loka_onnx.operations.refresh.replanning import replan
+from loka_onnx.operations.refresh.replanning import with_new_scales
 from loka_onnx.planning.high_error_channels import errors_to_leave
 from loka_onnx.planning.policy import Planner, PlanOptions, make_plans
 from loka_onnx.planning.site_speed import DeviceTimings
@@ -148,7 +148,7 @@ def test_a_refresh_keeps_the_format_of_each_site(model, plan_id):
     doubled = {
         recipe: {tensor: 2.0 * scale for tensor, scale in of.items()} for recipe, of in profile.scales.items()
     }
-    now = replan(before, model, replace(profile, scales=doubled), (CTR,))
+    now = with_new_scales(before, model, replace(profile, scales=doubled), (CTR,))
     assert now.formats == before.formats and now.quantized_sites == before.quantized_sites
     for one, other in zip(now.decisions, before.decisions, strict=True):
         assert (one.recipe, one.weight_scale) == (other.recipe, other.weight_scale)

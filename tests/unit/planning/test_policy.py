@@ -68,7 +68,6 @@ def test_verdicts_are_open_where_more_rows_could_change_them(model: ModelArtifac
     profile = profile_of(model, kl)
     # Neither what is decided nor what does not compete; in the model's order.
     assert open_verdicts(model, profile, (CTR,)) == ("ln", "fc1")
-    assert open_verdicts(model, profile, (CTR,), PlanOptions(keep=("l*",))) == ("fc1",)
     assert open_verdicts(model, profile_of(model, {}), (CTR,)) == ()
 
 

@@ -89,7 +89,11 @@ def token_residual_norm(node: Node, x: Tensor, f: Tensor, w: Tensor, gamma: Tens
 
 @operator("Attention", domain=DOMAIN)
 def attention(node: Node, q: Tensor, kt: Tensor, v: Tensor, mask: Tensor | None = None) -> Any:
-    """Lower exact attention (`fusions.attention`): to our kernel where keys are few, else to PyTorch's."""
+    """Lower exact attention (formula in `fusions.attention`), with or without the axis of heads.
+
+    q is (batch, heads, queries, d), kt (batch, heads, d, keys), v (batch, heads, keys, d). A float mask is
+    added; a boolean one keeps where true, or with the attribute `drop` where false.
+    """
     _record(node, q.dtype)
     if mask is not None:
         mask = mask.reshape((1,) * (q.dim() - mask.dim()) + mask.shape)
@@ -114,7 +118,7 @@ def attention(node: Node, q: Tensor, kt: Tensor, v: Tensor, mask: Tensor | None 
 
 
 def _is_short(q: Tensor, kt: Tensor, v: Tensor, mask: Tensor | None) -> bool:
-    """True if our kernel computes this attention: its sizes are static, and only a mask is broadcast."""
+    """True if our kernel computes this attention: sizes pass `is_short`, and only a mask is broadcast."""
     sizes = (q.shape[2], kt.shape[3], q.shape[3])
     if not all(isinstance(size, int) for size in sizes) or not is_short(*sizes):
         return False
@@ -139,7 +143,10 @@ def _readable(tensor: Tensor) -> Tensor:
 
 @operator("ConcatQuantize", domain=DOMAIN, raw=True, wide=(2,))
 def concat_quantize(node: Node, a: Value, b: Value, out_scale: Value) -> tuple[Tensor, ...]:
-    """Lower to `triton_concats.concat_quantize`."""
+    """Lower a Concat of columns (M, a) and (M, b) to X in the base type, if `wide`, and X / `out_scale`.
+
+    On CUDA the kernel is `triton_concats.concat_quantize`.
+    """
     left, right = node.tensor(a), node.tensor(b)
     half, wide = TORCH_TYPES[node.get("base", 1)], bool(node.get("wide", 1))
     scale = _number(node, out_scale)
