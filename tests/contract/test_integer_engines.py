@@ -18,6 +18,7 @@ from loka_onnx.core.engine import BuildStatus, EngineArtifact
 from loka_onnx.core.formats import E4M3FN, INT8, UINT8, NumberFormat, Precision
 from loka_onnx.core.plan import Decision, PrecisionPlan, Verdict
 from loka_onnx.core.recipe import Granularity, Recipe
+from loka_onnx.engines.base import Backend
 from loka_onnx.engines.onnxruntime import backend as module
 from loka_onnx.engines.onnxruntime.backend import TIME_PRODUCTS, OnnxRuntimeBackend
 from loka_onnx.engines.registry import get_backend
@@ -276,6 +277,46 @@ def test_a_zero_point_that_a_format_lacks_is_declined(planned: Planned, tmp_path
     )
 
 
+def mixed_plan(planned: Planned, *sites: str) -> tuple[PrecisionPlan, np.ndarray]:
+    """An INT8 plan with some sites in FP8, and the scales of the columns of the last one."""
+    recipe, decisions = (
+        Recipe.of(E4M3FN, Granularity.PER_CHANNEL),
+        {d.site: d for d in planned.plan.decisions},
+    )
+    for site in sites:
+        columns = np.abs(planned.weights[site.replace("fc", "w")]).max(axis=0) / 448
+        scales = columns.astype(ml_dtypes.bfloat16).astype(np.float32)
+        parts = (recipe, Verdict.SAFE, "", 0.25, tuple(scales.tolist()))
+        decisions[site] = Decision(site, Precision.FP8, *parts)
+    mixed = replace(planned.plan, id="mixed", base=Precision.FP16, decisions=tuple(decisions.values()))
+    return mixed, scales
+
+
+def built_mixed(
+    backend: Backend, planned: Planned, mixed: PrecisionPlan, architecture: str, into: Path
+) -> tuple[EngineArtifact, dict[str, str]]:
+    """The engine of a plan, and the formats of the sites that run in theirs."""
+    form = PlanForm(backend.base_precision(mixed), backend.spec.fusions)
+    written = apply_plan(planned.model, mixed, form, into / "planned" / "m.onnx")
+    np.savez(into / "sample.npz", x=rows(8))
+    model = TinyModel(written.path, mixed, written.sites, into / "sample.npz")
+    options = {TIME_PRODUCTS: 0} if backend.name == "onnxruntime" else {}
+    batch = BatchRange(1, 8, 64, (8,))
+    engine = backend.build(request_for(model, into / "engine", architecture, batch=batch, options=options))
+    assert engine.is_built, engine.detail
+    return engine, {site.site: site.planned for site in engine.sites if site.engaged and site.site != "fc4"}
+
+
+@needs_integers
+def test_products_in_fp8_behind_each_other_are_read_beside_one_in_int8(tmp_path: Path) -> None:
+    """ONNX Runtime would join fc1, its FP8 pairs and the Q of fc2 into an operator of INT8, and refuse it."""
+    planned = plan_of(tmp_path, format=UINT8)
+    mixed, _ = mixed_plan(planned, "fc1", "fc2")
+    engine, engaged = built_mixed(get_backend("onnxruntime"), planned, mixed, "cpu", tmp_path)
+    assert engaged == {"fc1": "fp8", "fc2": "fp8", "fc3": "int8"}
+    assert [path.name for path in (tmp_path / "engine").glob("*.onnx")] == [str(engine.path)]
+
+
 @pytest.mark.parametrize(
     ("name", "architecture"),
     [
@@ -289,24 +330,9 @@ def test_a_mixed_plan_runs_each_site_in_its_format(name: str, architecture: str,
     backend, planned = get_backend(name), plan_of(tmp_path, format=INT8)
     if not backend.availability().installed:
         pytest.skip(f"needs {'torch: inductor is a part of it' if name == 'inductor' else name}")
-    columns = np.abs(planned.weights["w2"]).max(axis=0) / 448
-    scales = columns.astype(ml_dtypes.bfloat16).astype(np.float32)
-    recipe = Recipe.of(E4M3FN, Granularity.PER_CHANNEL)
-    float8 = Decision("fc2", Precision.FP8, recipe, Verdict.SAFE, "", 0.25, tuple(scales.tolist()))
-    decisions = tuple(float8 if d.site == "fc2" else d for d in planned.plan.decisions)
-    mixed = replace(planned.plan, id="mixed", base=Precision.FP16, decisions=decisions)
+    mixed, scales = mixed_plan(planned, "fc2")
     assert (mixed.kind, mixed.precisions) == ("mixed", (Precision.FP8, Precision.INT8))
-    base = backend.base_precision(mixed)
-    form = PlanForm(base, backend.spec.fusions)
-    written = apply_plan(planned.model, mixed, form, tmp_path / "planned" / "m.onnx")
-    np.savez(tmp_path / "sample.npz", x=rows(8))
-    model = TinyModel(written.path, mixed, written.sites, tmp_path / "sample.npz")
-    options = {TIME_PRODUCTS: 0} if name == "onnxruntime" else {}
-    batch = BatchRange(1, 8, 64, (8,))
-    request = request_for(model, tmp_path / "engine", architecture, batch=batch, options=options)
-    engine = backend.build(request)
-    assert engine.is_built, engine.detail
-    engaged = {site.site: site.planned for site in engine.sites if site.engaged and site.site != "fc4"}
+    engine, engaged = built_mixed(backend, planned, mixed, architecture, tmp_path)
     assert engaged == {"fc1": "int8", "fc2": "fp8", "fc3": "int8"}
     assert engine.simulated is (architecture == "cpu")
     if architecture != "cpu":

@@ -17,10 +17,12 @@ import onnx
 
 from loka_onnx.core.engine import SitePrecision
 from loka_onnx.core.formats import Precision
+from loka_onnx.engines.draft import GraphDraft
 from loka_onnx.engines.onnx_operands import INTEGER_OPS, OperandReader, Source, is_same_up_to_transpose
 from loka_onnx.engines.onnxruntime.cpu_form import part_name
 from loka_onnx.engines.onnxruntime.providers import PlacedNode, Provider, provider_chain, start_session
-from loka_onnx.sessions.onnx_session import import_onnxruntime, keep_float8_exact
+from loka_onnx.sessions.model_files import FLOAT8_TYPES
+from loka_onnx.sessions.onnx_session import holds_float8, import_onnxruntime, keep_float8_exact
 
 TYPE_NAMES = {Precision.FP32: "float", Precision.BF16: "bfloat16", Precision.FP16: "float16"}
 """ONNX names of base precisions."""
@@ -77,7 +79,7 @@ class Placement:
 def dump_optimized(
     engine: Path, target: Path, provider: Provider, device: int = 0, *, keeps_float8: bool = True
 ) -> None:
-    """Write the graph as it is loaded with FP8 (higher levels change no types), or without."""
+    """Write the graph as it is loaded with FP8 (higher levels change no types), or without its FP8 pairs."""
     ort = import_onnxruntime()
     settings = ort.SessionOptions()
     settings.log_severity_level = 3
@@ -87,7 +89,26 @@ def dump_optimized(
     external = "session.optimized_model_external_initializers"
     settings.add_session_config_entry(f"{external}_file_name", f"{target.name}.data")
     settings.add_session_config_entry(f"{external}_min_size_in_bytes", "1024")
-    start_session(engine, settings, provider_chain(provider, {}, device, None))
+    chain, bare = provider_chain(provider, {}, device, None), engine.with_name(f"{engine.stem}.bare.onnx")
+    try:
+        if not keeps_float8 and holds_float8(model := onnx.load(os.fspath(engine), load_external_data=False)):
+            # Beside the engine, whose external data it reads.
+            onnx.save(_without_float8_pairs(model, engine.parent), os.fspath(bare))
+        start_session(bare if bare.exists() else engine, settings, chain)
+    finally:
+        bare.unlink(missing_ok=True)
+
+
+def _without_float8_pairs(model: onnx.ModelProto, folder: Path) -> onnx.ModelProto:
+    """Let readers of activations skip FP8 pairs, which ONNX Runtime would join into operators of INT8."""
+    draft = GraphDraft(model, folder)
+    for node in draft.nodes:
+        if node.op_type == "DequantizeLinear" and draft.quantized_kind(node) in FLOAT8_TYPES:
+            quantize = draft.producer(node.input[0])
+            if quantize is not None and quantize.op_type == "QuantizeLinear":
+                for reader, place in draft.readers(node.output[0]):
+                    reader.input[place] = quantize.input[0]
+    return draft.finished()
 
 
 def site_precision(
