@@ -192,6 +192,14 @@ ENTRIES = (
         engines.gpu_rankers,
     ),
     Entry(
+        "gpu_formats",
+        ENGINES,
+        "Plans of a run with both eight-bit formats on a GPU",
+        "benchmarks.public_rankers.on_gpu",
+        engines.gpu_formats,
+        options="plans --to DIRECTORY --work DIRECTORY",
+    ),
+    Entry(
         "host_requests",
         ENGINES,
         "Requests from host memory",

@@ -385,6 +385,17 @@ def gpu_rankers(record: Record) -> str:
     return table(head, rows) + "\n\n" + record.settings.get("beside", "").capitalize()
 
 
+def gpu_formats(record: Record) -> str:
+    """Time of a request by plan and batch, inputs on the device, as the run timed it."""
+    rows = []
+    for name, plans in record.figures.items():
+        for plan, held in plans.items():
+            times = (microseconds(us) for us in held["p50_us"].values())
+            rows.append((f"{name}, {plan}", "within" if held["within"] else "undecided", *times))
+    batches = [f"µs at {batch}" for batch in held["p50_us"]]
+    return table(("ranker, plan", "budget", *batches), rows)
+
+
 LAUNCHED = "launch and wait"
 
 

@@ -9,7 +9,7 @@ No copy is needed
 
 - where only layers behind elementwise operators read the result: their K takes its columns (a norm reads the
   width, so it ends the search);
-- in front of a Split, which gets one more part that nobody reads;
+- in front of a Split, or elementwise operators and a Split, which gets one more part that nobody reads;
 - behind a Gather with constant positions, alone or in a Concat (the pairs of a DLRM): one position is
   gathered again and meets rows of zeros.
 
@@ -172,9 +172,9 @@ class PadSites(Mod[Widened]):
         widened = _widened_readers(model, layer, layers, added)
         if widened is not None:
             return widened
-        split = _split_behind(model, layer.result)
+        split, between = _split_behind(model, layer.result)
         if split is not None:
-            return Widened(layer.result, added, layer, between=(layer.result,), split=split)
+            return Widened(layer.result, added, layer, between=between, split=split)
         self._rule.check("N", layer.n, layer.k * layer.n)
         return Widened(layer.result, added, layer)
 
@@ -245,13 +245,20 @@ def _is_elementwise(node: Node, tensor: Tensor) -> bool:
     )
 
 
-def _split_behind(model: GraphModel, tensor: Tensor) -> Node | None:
-    """Return the last-axis Split by constant sizes that alone reads a tensor."""
+def _split_behind(model: GraphModel, tensor: Tensor) -> tuple[Node | None, tuple[Tensor, ...]]:
+    """Return the last-axis Split by constant sizes that alone reads a tensor, and the tensors up to it.
+
+    Elementwise operators may stand between them.
+    """
+    between = [tensor]
     node = only_reader(model, tensor)
-    if node is None or node.op != "Split":
-        return None
+    while node is not None and _is_elementwise(node, between[-1]):
+        between.append(node.outputs[0])
+        node = only_reader(model, between[-1])
+    if node is None or node.op != "Split" or not is_along_last(node, between[-1]):
+        return None, ()
     has_sizes = len(node.inputs) > 1 and is_constant(node.inputs[1])
-    return node if has_sizes and is_along_last(node, tensor) else None
+    return (node, tuple(between)) if has_sizes else (None, ())
 
 
 def _widened_gather(model: GraphModel, layer: Linear, added: int) -> Widened | None:

@@ -61,7 +61,7 @@ class Place:
     def __init__(self, folder: Path, **plan: tuple[str, ...]) -> None:
         proto = onnx.parser.parse_model(
             '<ir_version: 10, opset_import: ["" : 21]> g (float[batch,32] x) => (float[batch,16] y) {'
-            "[a] p = MatMul(x, wa) [b] q = MatMul(x, wb) r = Relu(p) s = Tanh(q) [sum] y = Add(r, s) }"
+            "[a] p = MatMul(x, wa) [b] q = MatMul(x, wb) r = Relu(p) s = Relu(q) [sum] y = Add(r, s) }"
         )
         random = np.random.default_rng(0)
         for name in ("wa", "wb"):

@@ -119,7 +119,7 @@ def test_every_mod_finds_its_pattern(exporter: str, tmp_path: Path) -> None:
     }
     merged = [site for site in model.sites if site.merged_from]
     assert [len(site.merged_from) for site in merged] == [3]
-    # 3 experts of 20 and a gate of 3, one more part of the Split.
+    # 3 experts of 20, whose Relu comes first, and one more part of the Split; the gate's Softmax is no Relu.
     assert (merged[0].k, merged[0].n) == (48, 64)
 
 
