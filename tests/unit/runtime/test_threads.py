@@ -65,7 +65,7 @@ def on_fixed_buffers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Runner:
 
 def on_inductor(folder: Path, monkeypatch: pytest.MonkeyPatch, *, gpu: bool = False) -> Runner:
     torch = pytest.importorskip("torch", reason="needs torch: pip install 'loka-onnx[export]'")
-    from test_inductor_session import StandInGpu
+    from inductor_programs import StandInGpu
 
     from loka_onnx.engines.inductor.executors import GraphExecutor, HostExecutor
     from loka_onnx.engines.inductor.package import InductorEngine, InputPort, OutputPort, Program

@@ -144,7 +144,7 @@ def test_a_provider_with_memory_of_its_own_says_which_device(
 @pytest.mark.parametrize("count", [1, 3, 4, 16, 21, 40])
 def test_graphs_of_inductor_are_fed_and_read_on_the_device(engine: str, count: int) -> None:
     torch = pytest.importorskip("torch", reason="needs torch: pip install 'loka-onnx[export]'")
-    import test_inductor_session as inductor
+    import inductor_programs as inductor
 
     session, _ = inductor.on_gpu(getattr(inductor, engine))
     request = inductor.request

@@ -1,26 +1,28 @@
-"""Requests through loaded programs: which program or CUDA graph serves them, buffers, refusals, freeing.
-
-Programs are plain functions here; a stand-in for the GPU keeps what a CUDA graph promises: fixed addresses
-in and out, and nothing but a replay in between.
-"""
+"""Requests through loaded programs: which program or CUDA graph serves them, buffers, refusals, freeing."""
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
-import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from inductor_programs import (
+    DYNAMIC,
+    STATIC,
+    Recording,
+    StandInGpu,
+    calls_of,
+    expected,
+    on_cpu,
+    on_gpu,
+    request,
+    torch,
+)
 
-from loka_onnx.core import serde
-from loka_onnx.engines.inductor import session as inductor_session
 from loka_onnx.engines.inductor.executors import GraphExecutor, HostExecutor, Placement
 from loka_onnx.engines.inductor.gpu import Captured, Gpu
 from loka_onnx.engines.inductor.package import (
@@ -28,120 +30,12 @@ from loka_onnx.engines.inductor.package import (
     InputPort,
     OutputPort,
     Program,
-    check_host,
-    instruction_sets,
-    read_engine,
-    read_sources,
 )
-from loka_onnx.engines.inductor.session import InductorSession, open_inductor, placements
+from loka_onnx.engines.inductor.session import InductorSession, placements
 from loka_onnx.errors import EngineError
 from loka_onnx.sessions.buckets import Piece
-from loka_onnx.sessions.cuda import CudaDevice, list_cuda_devices
+from loka_onnx.sessions.cuda import list_cuda_devices
 from loka_onnx.sessions.runner import ParallelRunner
-
-torch = pytest.importorskip("torch", reason="needs torch")
-
-DYNAMIC = InductorEngine(
-    torch="2.13.0+cpu",
-    architecture="cpu",
-    instruction_sets=("avx2",),
-    inputs=(InputPort("x", "float32", (2,)), InputPort("ids", "int64", ())),
-    outputs=(OutputPort("out", True), OutputPort("version", False)),
-    minimum=1,
-    maximum=64,
-    sizes=(4, 16),
-    programs=(Program("rows", 1, 64),),
-)
-STATIC = replace(DYNAMIC, programs=(Program("rows4", 4, 4), Program("rows16", 16, 16)))
-
-
-class Recording:
-    """The program: ``out = x · 2 + ids``; keeps how many rows it saw, and the last ids."""
-
-    def __init__(self) -> None:
-        self.rows: list[int] = []
-        self.ids: list[int] = []
-
-    def __call__(self, inputs: list[Any]) -> Sequence[Any]:
-        x, ids = inputs
-        self.rows.append(len(x))
-        self.ids = ids.tolist()
-        inputs.clear()
-        return [x * 2 + ids[:, None], torch.arange(3)]
-
-
-class StandInGpu:
-    """Replays by running the captured call on the addresses it was captured with."""
-
-    def __init__(self) -> None:
-        self.device = torch.device("cpu")
-        self.stream = 0
-        self.calls: list[str] = []
-        self.moved = 0
-
-    def pinned(self, shape: Sequence[int], dtype: Any) -> Any:
-        return torch.zeros(tuple(shape), dtype=dtype)
-
-    @contextlib.contextmanager
-    def active(self) -> Iterator[None]:
-        yield
-
-    def activate(self) -> None:
-        self.calls.append("activate")
-
-    def synchronize(self) -> None:
-        self.calls.append("synchronize")
-
-    def copying(self, target: Any, source: Any) -> Any:
-        assert target.dtype == source.dtype
-        return self.moving(target, source)
-
-    def moving(self, target: Any, source: Any) -> Any:
-        assert target.is_contiguous()
-        assert source.is_contiguous()
-        assert target.shape == source.shape
-        self.moved += source.numel() * source.element_size()
-        return lambda: target.copy_(source)
-
-    def capture(self, call: Any, *, warm_ups: int) -> Captured:
-        self.calls.append("capture")
-        outputs = tuple(output.clone() for output in call())
-        assert all(output.is_contiguous() for output in outputs)
-
-        def replay() -> None:
-            self.calls.append("replay")
-            for output, value in zip(outputs, call(), strict=True):
-                output.copy_(value)
-
-        return Captured(replay, outputs, lambda: self.calls.append("reset"))
-
-    def close(self) -> None:
-        self.calls.append("close")
-
-
-def request(rows: int, seed: int = 0) -> dict[str, np.ndarray[Any, Any]]:
-    x = np.random.default_rng([rows, seed]).normal(size=(rows, 2)).astype(np.float32)
-    return {"x": x, "ids": np.arange(rows) + 1}
-
-
-def expected(inputs: dict[str, np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
-    return inputs["x"] * np.float32(2) + inputs["ids"][:, None].astype(np.float32)
-
-
-def calls_of(engine: InductorEngine, program: Recording) -> dict[str, Any]:
-    return {each.name: program for each in engine.programs}
-
-
-def on_gpu(engine: InductorEngine = DYNAMIC) -> tuple[InductorSession, Recording]:
-    program = Recording()
-    executor = GraphExecutor(torch, engine, calls_of(engine, program), StandInGpu())  # type: ignore[arg-type]
-    program.rows.clear()
-    return InductorSession(engine, executor), program
-
-
-def on_cpu(engine: InductorEngine = DYNAMIC) -> tuple[InductorSession, Recording]:
-    program = Recording()
-    return InductorSession(engine, HostExecutor(torch, engine, calls_of(engine, program))), program
 
 
 @pytest.mark.parametrize(("rows", "size"), [(1, 1), (2, 4), (4, 4), (5, 5), (8, 16), (16, 16), (17, 17)])
@@ -465,113 +359,6 @@ def test_a_request_in_pieces_is_resident_as_a_whole() -> None:
     assert program.rows == []
     resident()
     assert program.rows == [16, 16]
-
-
-def test_another_release_of_pytorch_or_processor_is_refused() -> None:
-    check_host(DYNAMIC, "2.13.1+cu130", ("avx2", "sse2"), Path("e.pt2"))
-    with pytest.raises(EngineError, match=r"e\.pt2: (?s:.*)2\.13\.0\+cpu, this host has 2\.11\.0"):
-        check_host(DYNAMIC, "2.11.0", ("avx2",), Path("e.pt2"))
-    engine = replace(DYNAMIC, instruction_sets=("avx2", "avx512f"))
-    with pytest.raises(EngineError, match=r"another processor(?s:.*)this host lacks avx512f"):
-        check_host(engine, "2.13.0", ("avx2", "sse2"), Path("e.pt2"))
-
-
-def test_instruction_sets_are_read_from_the_kernel(tmp_path: Path) -> None:
-    text = "processor : 0\nflags\t\t: fpu sse2 avx2 ibrs fma\n\nprocessor : 1\nflags : sse2\n"
-    (tmp_path / "cpuinfo").write_text(text)
-    assert instruction_sets(tmp_path / "cpuinfo") == ("avx2", "fma", "sse2")
-    assert instruction_sets(tmp_path / "absent") == ()
-
-
-def package(path: Path, engine: InductorEngine) -> Path:
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("engine/extra/engine.json", serde.dumps(engine))
-        archive.writestr("engine/data/aotinductor/rows4/a.wrapper.cpp", "first")
-        archive.writestr("engine/data/aotinductor/rows4/a.so", "not text")
-        archive.writestr("engine/data/aotinductor/rows40/b.cpp", "other")
-    return path
-
-
-def test_a_package_says_what_it_is(tmp_path: Path) -> None:
-    path = package(tmp_path / "e.pt2", STATIC)
-    assert read_engine(path) == STATIC
-    assert read_sources(path, "rows4") == ("first",)
-    assert read_sources(path, "rows40") == ("other",)
-
-
-def test_what_is_no_package_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "text.pt2").write_bytes(b"text")
-    with zipfile.ZipFile(tmp_path / "other.pt2", "w") as archive:
-        archive.writestr("archive/data.pkl", "x")
-    old = serde.dumps(DYNAMIC).replace("inductor-engine/1", "inductor-engine/0")
-    with zipfile.ZipFile(tmp_path / "old.pt2", "w") as archive:
-        archive.writestr("extra/engine.json", old)
-    for name, said in (
-        ("text", "not a zip file"),
-        ("other", "no 'engine.json' among its extra files"),
-        ("old", "inductor-engine/0"),
-        ("absent", "No such file"),
-    ):
-        with pytest.raises(EngineError, match=rf"{name}\.pt2: not an engine(?s:.*){said}"):
-            read_engine(tmp_path / f"{name}.pt2")
-
-
-def test_nothing_is_loaded_where_the_host_does_not_fit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def load(*arguments: Any) -> Any:
-        raise AssertionError("loaded")
-
-    monkeypatch.setattr(inductor_session, "_load", load)
-    path = package(tmp_path / "e.pt2", DYNAMIC)
-    with pytest.raises(EngineError, match=r"another architecture(?s:.*)asked for sm90, it is for cpu"):
-        open_inductor(path, "sm90")
-    monkeypatch.setattr(inductor_session, "import_torch", lambda: SimpleNamespace(__version__="2.11.0"))
-    with pytest.raises(EngineError, match="another version of PyTorch"):
-        open_inductor(path, "cpu")
-    here = replace(DYNAMIC, architecture="sm90", instruction_sets=())
-    path = package(tmp_path / "gpu.pt2", here)
-    no_cuda = SimpleNamespace(
-        __version__="2.13.0+cpu",
-        version=SimpleNamespace(cuda=None),
-        cuda=SimpleNamespace(is_available=lambda: False),
-    )
-    monkeypatch.setattr(inductor_session, "import_torch", lambda: no_cuda)
-    monkeypatch.setattr(inductor_session, "why_no_gpu", lambda architecture: f"no {architecture}")
-    with pytest.raises(EngineError, match="cannot run here: no sm90"):
-        open_inductor(path, "sm90")
-    monkeypatch.setattr(inductor_session, "why_no_gpu", lambda architecture: "")
-    with pytest.raises(EngineError, match=r"does not use the GPU(?s:.*)install PyTorch 2\.13\.0\+cpu"):
-        open_inductor(path, "sm90")
-
-
-def test_the_gpu_of_the_architecture_is_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen: list[int] = []
-
-    def load(torch: Any, package: Path, engine: InductorEngine, index: int) -> dict[str, Any]:
-        chosen.append(index)
-        return calls_of(DYNAMIC, Recording())
-
-    def make(torch: Any, index: int) -> StandInGpu:
-        chosen.append(index)
-        return StandInGpu()
-
-    devices = (CudaDevice(0, "L4", "sm89"), CudaDevice(1, "H100", "sm90"))
-    monkeypatch.setattr(inductor_session, "list_cuda_devices", lambda: devices)
-    monkeypatch.setattr(inductor_session, "why_no_gpu", lambda architecture: "")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(inductor_session, "_load", load)
-    monkeypatch.setattr(inductor_session, "Gpu", make)
-    engine = replace(DYNAMIC, architecture="sm90", torch=str(torch.__version__), instruction_sets=())
-    with open_inductor(package(tmp_path / "e.pt2", engine), "sm90") as session:
-        np.testing.assert_array_equal(session.run(request(4))["out"], expected(request(4)))
-    assert chosen == [1, 1]
-
-
-def test_a_package_that_does_not_load_says_why(tmp_path: Path) -> None:
-    engine = replace(DYNAMIC, torch=str(torch.__version__), instruction_sets=())
-    with pytest.raises(EngineError, match=r"PyTorch does not load the engine(?s:.*)one PyTorch version"):
-        open_inductor(package(tmp_path / "e.pt2", engine), "cpu")
 
 
 @pytest.mark.gpu
