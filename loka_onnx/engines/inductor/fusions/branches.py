@@ -39,25 +39,29 @@ Step = tuple[Node, ...]
 
 
 def stacked_branches(graph: PlannedGraph, node: Node) -> Fused | None:
-    """Compute a product and what follows it together with its twins in other branches; declines none."""
+    """Compute a product and what follows it together with its twins in other branches.
+
+    None where it does not match; a reason is never given.
+    """
     first = _twins(graph, node) if _is_linear(node) else ()
     steps = _followed(first) if len(first) > 1 else []
     products = [step for step in steps if is_plain(step[0])]
     if len(products) < (1 if first and _place(first) is not None else 2):
         return None
     writer = _Writer(graph, graph.fresh_name(f"{node.name}/stacked"))
-    stacks = {id(first[0].reads(0)): writer.source(first)}
+    # By the id of the first branch's tensor: that of all branches, (E, …).
+    stacks = {id(first[0].reads(0)): writer.add_source(first)}
     for step in steps:
-        stacks[id(_result(step))] = writer.step(step, stacks)
+        stacks[id(_result(step))] = writer.add_step(step, stacks)
     inside = {id(each) for step in steps for each in step}
     for step in steps:
         stack = stacks[id(_result(step))]
         for join in [each for each in _result(step).readers if _is_join(each, step)]:
-            writer.join(join, stack)
+            writer.add_join(join, stack)
         for branch, each in enumerate(step):
             result = each.outputs[0]
             if graph.is_output(result) or any(r.outputs and id(r) not in inside for r in result.readers):
-                writer.part(branch, stack, result)
+                writer.add_part(branch, stack, result)
     for each in (each for step in steps for each in step):
         each.outputs = []
     return Fused(writer.name, tuple(each.name for step in products for each in step))
@@ -196,8 +200,8 @@ class _Writer:
         """Create a vector of integers."""
         return self.graph.constant(f"{self.name}.numbers", np.array(values, np.int64))
 
-    def source(self, first: Step) -> Tensor:
-        """All sources as one tensor (E, batch, K)."""
+    def add_source(self, first: Step) -> Tensor:
+        """Add the sources of all branches as one tensor (E, batch, K)."""
         like, place = first[0].reads(0), _place(first)
         split = like.producer
         if split is None or place is None:
@@ -209,8 +213,8 @@ class _Writer:
         apart = self.add("Reshape", [part, self.numbers(-1, len(first), widths[place])], like)
         return self.add("Transpose", [apart], like, perm=[1, 0, 2])
 
-    def step(self, step: Step, stacks: dict[int, Tensor]) -> Tensor:
-        """Results of a step as one tensor."""
+    def add_step(self, step: Step, stacks: dict[int, Tensor]) -> Tensor:
+        """Add the results of a step as one tensor (E, …)."""
         node, result = step[0], _result(step)
         inputs = [each and stacks.get(id(each), each) for each in node.inputs]
         if is_plain(node):
@@ -236,8 +240,8 @@ class _Writer:
         padded = [each.reshape((1,) * (rank - each.ndim) + each.shape) for each in values]
         return self.graph.constant(f"{self.name}.constant", np.stack(padded))
 
-    def join(self, node: Node, stack: Tensor) -> None:
-        """Compute a Concat of all branches from their stack."""
+    def add_join(self, node: Node, stack: Tensor) -> None:
+        """Add what replaces a Concat of all branches: their stack, transposed and reshaped."""
         shape = [each or 0 for each in node.reads(0).shape or ()]
         axis = node.attrs["axis"] % len(shape)
         order = [*range(1, axis + 1), 0, *range(axis + 1, len(shape) + 1)]
@@ -247,8 +251,8 @@ class _Writer:
             "Reshape", self.graph.fresh_name(f"{self.name}/joined"), inputs, [node.outputs[0]], {}
         )
 
-    def part(self, branch: int, stack: Tensor, result: Tensor) -> None:
-        """Compute the result of one branch from the stack of all."""
+    def add_part(self, branch: int, stack: Tensor, result: Tensor) -> None:
+        """Add what replaces the result of one branch: its slice of the stack."""
         bounds = [self.numbers(number) for number in (branch, branch + 1, 0)]
         inputs = [self.add("Slice", [stack, *bounds], stack), bounds[2]]
         self.graph.replace("Squeeze", self.graph.fresh_name(f"{self.name}/branch"), inputs, [result], {})
