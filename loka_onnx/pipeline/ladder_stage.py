@@ -147,11 +147,13 @@ class Climbing:
     def climb(self, kind: str) -> Climb | None:
         """Return the highest rung of all sites that may run in a kind of plan, for the first attempt.
 
-        None where a mixed plan would have one format: that plan is left out.
+        None where a mixed plan would have one format, which is left out, or is searched by kernel times.
         """
-        start = self.start(kind)
-        is_mixed = kind != MIXED or start.plan.kind == MIXED
-        return self._climbed(start, start.rungs, 0) if is_mixed else None
+        planner = self._planner(kind)
+        start = planner.start_ladder() if planner.is_climbed else None
+        if start is None or (kind == MIXED and start.plan.kind != MIXED):
+            return None
+        return self._climbed(start, start.rungs, 0)
 
     def lower(self, plan: PrecisionPlan, attempt: int) -> PrecisionPlan | None:
         """Return a plan with fewer quantized sites for an attempt (from 0); None if no site would be left."""
@@ -163,10 +165,12 @@ class Climbing:
 
     def start(self, kind: str, plan: PrecisionPlan | None = None) -> LadderStart:
         """Return the ladder of a plan; of all sites that may run in its kind where there is none."""
+        return self._planner(kind).start_ladder(plan)
+
+    def _planner(self, kind: str) -> Planner:
         context, recipes = self.context, planned_recipes(self.context.config)
         options = plan_options(context, self.modified)
-        planner = Planner(self.modified, self.profile, context.specs, recipes, options, kind)
-        return planner.start_ladder(plan)
+        return Planner(self.modified, self.profile, context.specs, recipes, options, kind)
 
     def _climbed(self, start: LadderStart, rungs: Sequence[frozenset[str]], attempt: int) -> Climb:
         goal = Goal.of(attempt, (1.0 - CONFIDENCE) / self.context.looks)
