@@ -230,7 +230,7 @@ class Planner:
 
     @property
     def is_climbed(self) -> bool:
-        """True if a ladder decides the sites of the safe plan; of `mixed` kernel times do, where both known."""
+        """True if a ladder decides which sites its safe plan has; in a timed `mixed` plan kernel times do."""
         return self._fast != MIXED
 
     def kl_of(self, site: str) -> float:
