@@ -12,7 +12,8 @@ No copy is needed
 - in front of a Split, or elementwise operators and a Split, which gets one more part that nobody reads;
 - behind a Gather with constant positions, alone or in a Concat (the pairs of a DLRM): one position is
   gathered again and meets rows of zeros;
-- behind a Concat that only layers read, which copies its parts anyway: its narrowest part gets a Pad.
+- behind a Concat that only layers read, which copies its parts anyway, where K is no multiple of 8: its
+  narrowest part gets a Pad.
 
 Otherwise there is a Pad in front of the layer or a Slice behind it, where the copy costs less than it saves
 (one H100, `benchmarks/micro/site_shapes.py`): BF16 products whose K or N is not a multiple of 8 take 1.1 to
@@ -192,7 +193,9 @@ class PadSites(Mod[Widened]):
         added = -layer.k % ALIGNMENT
         readers = (layers[id(node)] for node in consumers(layer.source) if id(node) in layers)
         takers = tuple(taker for taker in readers if taker.source is layer.source)
-        widened = _widened_gather(model, layer, added) or _widened_concat(model, takers, added)
+        widened = _widened_gather(model, layer, added)
+        if widened is None and layer.k % 8:
+            widened = _widened_concat(model, takers, added)
         if widened is not None:
             return widened
         self._rule.check("K", layer.k, sum(taker.k * taker.n for taker in takers))

@@ -125,7 +125,8 @@ PADDED: dict[str, Case] = {
         "float[batch,32] x, float[batch,8] z",
     ),
     "a_part_of_a_concat_for_two_layers": Case(
-        "c = Concat<axis=-1>(x, z, x) [a] ya = Gemm(c, wa) [b] yb = Gemm<transB=1>(c, wb, bb) y = Mul(ya, yb)",
+        "c = Concat<axis=-1>(x, z, x) [a] ya = Gemm(c, wa) [b] yb = Gemm<transB=1>(c, wb, bb)"
+        " y = Mul(ya, yb)",
         {"wa": (69, 16), "wb": (16, 69), "bb": (16,)},
         "float[batch,32] x, float[batch,5] z",
     ),
