@@ -27,7 +27,7 @@ randomized blocks) and 3.5.7 (Bonferroni's comparisons of all pairs).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import exp, inf, log, sqrt
 from statistics import fmean, median
@@ -175,7 +175,8 @@ def contenders(
 
     `timed` are engines, timed in turns, the most exact first: of those not surely slower than the fastest
     the first is chosen, over all sizes and at each. That is open only while another of them looks faster, by
-    `noise` (the difference that counts for nothing), at one size by the `margin` of a route, and by `least`.
+    `noise` (the difference that counts for nothing), at one size by the `margin` of a route, and by `least`;
+    and at one size only if it looks that much faster than the engine over all sizes as well.
     """
     speeds = rivals({name: Speed({item.batch: item for item in items}) for name, items in timed.items()})
     sizes = {frozenset(speed.latencies) for speed in speeds.values()}
@@ -188,11 +189,15 @@ def contenders(
         return contenders(left, noise, margin, least) if 1 < len(left) < len(timed) else ()
     close_ones: set[str] = set()
     at_sizes = (({name: speed.at(b) for name, speed in speeds.items()}, margin) for b in batches)
+    mains: Collection[str] = timed
     for contest, gain in ((speeds, noise), *at_sizes):
-        close = not_slower(contest, noise)
-        chosen = next(contest[name] for name in timed if name in close)
-        if max(chosen.typical_ratio(contest[name]) for name in close) > 1.0 + max(gain, least):
-            close_ones |= {*close}
+        close, limit = not_slower(contest, noise), 1.0 + max(gain, least)
+        chosen = next(name for name in timed if name in close)
+        faster = [n for n in close if contest[chosen].typical_ratio(contest[n]) > limit]
+        is_open = any(contest[main].typical_ratio(contest[n]) > limit for n in faster for main in mains)
+        if contest is speeds:
+            mains = close if is_open else [chosen]
+        close_ones |= {*close} if is_open else set()
     return tuple(name for name in timed if name in close_ones)
 
 
