@@ -49,6 +49,7 @@ class FasterProducts:
         self._model, self._engine, self._reader = model, engine, OperandReader(engine)
         self._nodes = list(model.graph.node)
         self._stored = {tensor.name for tensor in model.graph.initializer}
+        self._timed: dict[tuple[str, ...], list[Times]] = {}
 
     def slower(self, sample: Arrays, sizes: Sequence[int]) -> dict[str, str]:
         """Return the products that are slower than in FP32, with their times in words."""
@@ -57,9 +58,10 @@ class FasterProducts:
         read = Names().union(*(self._read(nodes) for nodes, _ in units))
         rows = {size: self._entries(read - sample.keys(), sample, size) for size in sizes}
         for nodes, by_tensor in units:
-            alone = self._race(nodes, rows, by_tensor.values())
-            wins = (sites for sites, times in alone.items() if _is_faster(times, alone[Names()]))
-            times = self._race(nodes, rows, [Names().union(*wins), Names().union(*by_tensor.values())])
+            times = self._race(nodes, rows, by_tensor.values())
+            if len(by_tensor) > 1:
+                wins = (sites for sites, each in times.items() if _is_faster(each, times[Names()]))
+                times = self._race(nodes, rows, [Names().union(*wins), Names().union(*by_tensor.values())])
             best = min(times, key=lambda sites: _per_row(times[sites]))
             if _is_faster(times[best], times[Names()]):
                 note = f"{_in_words(times[Names()])} with it in INT8, {_in_words(times[best])} without"
@@ -110,10 +112,18 @@ class FasterProducts:
     def _race(
         self, nodes: Names, rows: Mapping[int, Arrays], variants: Collection[Names]
     ) -> dict[Names, Times]:
-        """Time a unit in turns, all of it in INT8 and with each of these groups of products in FP32."""
-        times: dict[Names, Times] = {sites: {} for sites in (Names(), *variants)}
-        some = next(iter(rows.values()))
-        models = [self._model_of(nodes, some, products) for products in times]
+        """Time a unit in turns, all of it in INT8 and with each of these groups of products in FP32; units of
+        one structure once.
+        """
+        groups = [*dict.fromkeys((Names(), *variants))]
+        models = [self._model_of(nodes, next(iter(rows.values())), products) for products in groups]
+        structure = tuple(_structure(model, rows.values()) for model in models)
+        if structure not in self._timed:
+            self._timed[structure] = self._times(models, rows)
+        return dict(zip(groups, self._timed[structure], strict=True))
+
+    def _times(self, models: Sequence[onnx.ModelProto], rows: Mapping[int, Arrays]) -> list[Times]:
+        times: list[Times] = [{} for _ in models]
         sessions = [OnnxSession.in_memory(model, {}, self._engine) for model in models]
         for size, arrays in rows.items():
             for session in sessions:
@@ -121,7 +131,7 @@ class FasterProducts:
             ended, rounds = time.perf_counter() + SECONDS, 0
             while rounds < ROUNDS and (time.perf_counter() < ended or not rounds):
                 rounds += 1
-                for session, best in zip(sessions, times.values(), strict=True):
+                for session, best in zip(sessions, times, strict=True):
                     began = time.perf_counter()
                     session.run(arrays)
                     best[size] = min(best.get(size, np.inf), (time.perf_counter() - began) * 1e6)
@@ -148,6 +158,24 @@ class FasterProducts:
         write_fp32(model, products, self._reader)
         IntegerProducts(model, self._reader).write()
         return model
+
+
+def _structure(model: onnx.ModelProto, rows: Collection[Arrays]) -> str:
+    """Text that is the same for models that differ in names and values alone, on rows of equal shapes."""
+    graph = onnx.ModelProto.FromString(model.SerializeToString()).graph
+    numbers = {name: str(number) for number, name in enumerate(dict.fromkeys(reads_of(graph.node)), 1)}
+    for value in graph.input:
+        value.doc_string = str([arrays[value.name].shape for arrays in rows])
+    for tensor in graph.initializer:
+        tensor.raw_data = b""
+    read = [value for value in (*graph.input, *graph.initializer) if value.name in numbers]
+    for value in read:
+        value.name = numbers[value.name]
+    for number, node in enumerate(graph.node):
+        node.name, node.input[:] = "", [name and numbers[name] for name in node.input]
+        node.output[:] = [numbers.get(name, f"unread {number}") for name in node.output]
+    results = (numbers.get(output.name, "") for output in graph.output)
+    return "".join([*map(str, graph.node), *sorted(map(str, read)), *sorted(results)])
 
 
 def write_fp32(model: onnx.ModelProto, products: Collection[str], reader: OperandReader) -> None:
