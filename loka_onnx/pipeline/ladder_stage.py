@@ -206,22 +206,23 @@ class Climbing:
         simulated = simulate(context, run, split, rungs.scores, (rungs.exact, means), task)
         known = context.reference(split)
         columns, grouping = known.predictions.columns, known.units.grouping
+        units = Units(grouping, metrics=False)
 
         def judged(variant: Mapping[str, npt.NDArray[Any]], units: Units) -> tuple[OutputEvaluation, ...]:
             return evaluate_outputs(known.predictions.outputs, variant, columns, specs, units)
 
         variant = dict(simulated.predictions.outputs)
-        outputs = judged(variant, Units(grouping))
+        outputs = judged(variant, units)
         if simulated.constants:
             moved = {spec.name: simulated.with_constant(spec) for spec in specs}
-            pairs = tuple(zip(outputs, judged(moved, Units(grouping)), strict=True))
+            pairs = tuple(zip(outputs, judged(moved, units), strict=True))
             variant |= {after.output: moved[after.output] for before, after in pairs if _helps(before, after)}
             outputs = tuple(after if _helps(before, after) else before for before, after in pairs)
         if grouping is None:
             rows = context.judged_rows
             spread = sqrt(rows["selection"] / rows["certification"])
             return Judged(outputs, {output.output: spread for output in outputs})
-        alone = judged(variant, Units())
+        alone = judged(variant, replace(units, grouping=None))
         spreads = {
             ours.output: design_spread(_half(theirs), _half(ours), *self._sizes)
             for ours, theirs in zip(outputs, alone, strict=True)
