@@ -80,8 +80,7 @@ def climb_ladders(context: Context, modified: ModelArtifact, profile: Profile) -
     climbing = Climbing(context, modified, profile)
 
     def make() -> Climbs:
-        climbs = {kind: climbing.climb(kind) for kind in wanted}
-        return Climbs({kind: climb for kind, climb in climbs.items() if climb is not None})
+        return Climbs({kind: climbed for kind in wanted if (climbed := climbing.climb(kind)) is not None})
 
     return context.directory.document(LADDER, reads, make)
 
@@ -260,6 +259,5 @@ def _helps(before: OutputEvaluation, after: OutputEvaluation) -> bool:
 
 
 def _half(output: OutputEvaluation) -> float:
-    if output.difference is None:
-        return 0.0
-    return output.difference.judged.upper - output.difference.judged.value
+    judged = None if output.difference is None else output.difference.judged
+    return 0.0 if judged is None else judged.upper - judged.value

@@ -67,11 +67,9 @@ class Speed:
     @classmethod
     def of(cls, evaluation: Evaluation | None, is_simulated: bool) -> Speed | None:
         """Return the speed of an engine; None where it was not measured on the target, or is simulated."""
-        if is_simulated or evaluation is None or not evaluation.latencies:
-            return None
-        if not all(latency.counts_for_choice for latency in evaluation.latencies):
-            return None
-        return cls({latency.batch: latency for latency in evaluation.latencies})
+        latencies = () if is_simulated or evaluation is None else evaluation.latencies
+        is_measured = latencies and all(latency.counts_for_choice for latency in latencies)
+        return cls({latency.batch: latency for latency in latencies}) if is_measured else None
 
     @property
     def batches(self) -> tuple[int, ...]:
@@ -178,21 +176,18 @@ def contenders(
     `noise` (the difference that counts for nothing), at one size by the `margin` of a route, and by `least`;
     and at one size only if it looks that much faster than the engine over all sizes as well.
     """
-    speeds = rivals({name: Speed({item.batch: item for item in items}) for name, items in timed.items()})
-    sizes = {frozenset(speed.latencies) for speed in speeds.values()}
-    if len(sizes) != 1 or not (batches := next(iter(sizes))):
-        # An engine that failed at a size is excluded.
-        most = max(sizes, key=len, default=frozenset())
-        left = {
-            name: timed[name] for name, speed in speeds.items() if most and speed.latencies.keys() == most
-        }
-        return contenders(left, noise, margin, least) if 1 < len(left) < len(timed) else ()
+    batches = max((frozenset(item.batch for item in items) for items in timed.values()), key=len, default=())
+    every = {name: {item.batch: item for item in items} for name, items in timed.items()}
+    # An engine that failed at a size is excluded.
+    speeds = rivals({name: Speed(items) for name, items in every.items() if items.keys() == batches})
+    if not batches or len(speeds) == 1:
+        return ()
     close_ones: set[str] = set()
     at_sizes = (({name: speed.at(b) for name, speed in speeds.items()}, margin) for b in batches)
-    mains: Collection[str] = timed
+    mains: Collection[str] = speeds
     for contest, gain in ((speeds, noise), *at_sizes):
         close, limit = not_slower(contest, noise), 1.0 + max(gain, least)
-        chosen = next(name for name in timed if name in close)
+        chosen = next(name for name in speeds if name in close)
         faster = [n for n in close if contest[chosen].typical_ratio(contest[n]) > limit]
         is_open = any(contest[main].typical_ratio(contest[n]) > limit for n in faster for main in mains)
         if contest is speeds:
