@@ -51,8 +51,7 @@ DRIFT_LEVELS = (0.001, 0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 0.999)
 class Units:
     """Groups of rows that belong together, and slices that are judged apart, of the rows of a split.
 
-    With `curves`, calibration and drift are described too; without `metrics` the change alone is, and AUC
-    where it is guarded.
+    With `curves`, calibration and drift are described too; without `metrics`, the change and a guarded AUC.
     """
 
     grouping: Groups | None = None
@@ -136,8 +135,7 @@ def evaluate_outputs(
         paired = paired_rows(spec, before, after, truth)
         if weighted_mean(paired.base, paired.weights) == 0.0:
             raise _nothing_to_relate_to(spec, paired)
-        if not units.metrics and spec.max_auc_drop is None:
-            truth = replace(truth, labels=None)
+        truth = truth if units.metrics or spec.max_auc_drop is not None else replace(truth, labels=None)
         difference = _difference(spec, before, after, truth, paired, confidence)
         slices, left_out = slice_differences(paired, units.slices, spec, confidence)
         basis = units.basis(paired)

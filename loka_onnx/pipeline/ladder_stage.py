@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from math import sqrt
+from math import inf, sqrt
 from typing import Any
 
 import numpy as np
@@ -214,9 +214,9 @@ class Climbing:
         outputs = judged(variant, units)
         if simulated.constants:
             moved = {spec.name: simulated.with_constant(spec) for spec in specs}
-            pairs = tuple(zip(outputs, judged(moved, units), strict=True))
-            variant |= {after.output: moved[after.output] for before, after in pairs if _helps(before, after)}
-            outputs = tuple(after if _helps(before, after) else before for before, after in pairs)
+            after = judged(moved, units)
+            outputs = tuple(min(pair, key=_upper) for pair in zip(outputs, after, strict=True))
+            variant |= {a.output: moved[a.output] for o, a in zip(outputs, after, strict=True) if o is a}
         if grouping is None:
             rows = context.judged_rows
             spread = sqrt(rows["selection"] / rows["certification"])
@@ -252,10 +252,8 @@ class _Rungs:
     exact: Mapping[str, float]
 
 
-def _helps(before: OutputEvaluation, after: OutputEvaluation) -> bool:
-    if before.difference is None or after.difference is None:
-        return False
-    return after.difference.judged.upper < before.difference.judged.upper
+def _upper(output: OutputEvaluation) -> float:
+    return inf if output.difference is None else output.difference.judged.upper
 
 
 def _half(output: OutputEvaluation) -> float:

@@ -161,9 +161,8 @@ def not_slower(speeds: Mapping[str, Speed], noise: float) -> list[str]:
     `noise` is the relative difference that counts for nothing.
     """
     fastest = min(speeds, key=lambda name: speeds[name].per_row_us)
-    others = (name for name in speeds if name != fastest)
-    close = (n for n in others if not any(speeds[n].is_slower(other, noise) for other in speeds.values()))
-    return [fastest, *close]
+    close = (n for n in speeds if not any(speeds[n].is_slower(other, noise) for other in speeds.values()))
+    return [fastest, *(name for name in close if name != fastest)]
 
 
 def contenders(
@@ -174,7 +173,7 @@ def contenders(
     `timed` are engines, timed in turns, the most exact first: of those not surely slower than the fastest
     the first is chosen, over all sizes and at each. That is open only while another of them looks faster, by
     `noise` (the difference that counts for nothing), at one size by the `margin` of a route, and by `least`;
-    and at one size only if it looks that much faster than the engine over all sizes as well.
+    at one size it must look that much faster than the engine over all sizes as well, for a route to pay.
     """
     batches = max((frozenset(item.batch for item in items) for items in timed.values()), key=len, default=())
     every = {name: {item.batch: item for item in items} for name, items in timed.items()}
