@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
 from typing import ClassVar
@@ -94,6 +94,15 @@ class LokaError(Exception):
     def message(self) -> str:
         """Everything that it says, with its code."""
         return f"{self}\n  code: {self.code}" if self.code else str(self)
+
+    @contextmanager
+    def in_place_of(self, *kinds: type[Exception], words: Callable[[Exception], str] = str) -> Iterator[None]:
+        """Raise this error in place of a block's errors of some classes, whose words are its evidence."""
+        try:
+            yield
+        except kinds as error:
+            LokaError.__init__(self, self.coded, where=self.where, evidence=words(error), remedy=self.remedy)
+            raise self from error
 
 
 class UserError(LokaError):

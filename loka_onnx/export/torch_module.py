@@ -31,12 +31,10 @@ that sum some thousand products in different orders differed by up to 2e-5."""
 
 def import_torch() -> Any:
     """Return the `torch` module, or raise `MissingPackage`."""
-    try:
+    with MissingPackage(
+        "E0410 PyTorch is not installed", remedy="pip install 'loka-onnx[export]'"
+    ).in_place_of(ImportError):
         import torch
-    except ImportError as error:
-        raise MissingPackage(
-            "E0410 PyTorch is not installed", evidence=str(error), remedy="pip install 'loka-onnx[export]'"
-        ) from error
     return torch
 
 

@@ -55,16 +55,12 @@ def serve(bundle: Path, options: ServeOptions, on_ready: Callable[[str, str], No
             cannot carry an input or output.
         MissingPackage: The packages of a server are not installed.
     """
-    try:
+    with MissingPackage(
+        "E1427 a package of the server is not installed", remedy="pip install 'loka-onnx[serve]'"
+    ).in_place_of(ImportError):
         import prometheus_client  # noqa: F401
         import starlette  # noqa: F401
         import uvicorn  # noqa: F401
-    except ImportError as error:
-        raise MissingPackage(
-            "E1427 a package of the server is not installed",
-            evidence=str(error),
-            remedy="pip install 'loka-onnx[serve]'",
-        ) from error
     name = options.name or name_of(bundle)
     # Clients take the dots out of a path.
     if name in {"", ".", ".."} or "/" in name:

@@ -32,12 +32,8 @@ INSTALL = "pip install 'loka-onnx[cpu]' (or [nvidia], [amd]: exactly one of them
 
 def import_onnxruntime() -> Any:
     """Import `onnxruntime`; a `MissingPackage` where it is not installed."""
-    try:
+    with MissingPackage("E0917 ONNX Runtime is not installed", remedy=INSTALL).in_place_of(ImportError):
         import onnxruntime
-    except ImportError as error:
-        raise MissingPackage(
-            "E0917 ONNX Runtime is not installed", evidence=str(error), remedy=INSTALL
-        ) from error
     return onnxruntime
 
 

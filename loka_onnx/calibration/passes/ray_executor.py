@@ -140,15 +140,12 @@ class RayExecutor(Executor):
 
 
 def _import_ray() -> Any:
-    try:
+    with MissingPackage(
+        "E0511 Ray is not installed",
+        remedy="pip install 'loka-onnx[ray]', or measure here with `--executor local`",
+    ).in_place_of(ImportError):
         import ray
         import ray.exceptions
-    except ImportError as error:
-        raise MissingPackage(
-            "E0511 Ray is not installed",
-            evidence=str(error),
-            remedy="pip install 'loka-onnx[ray]', or measure here with `--executor local`",
-        ) from error
     return ray
 
 

@@ -73,14 +73,10 @@ def exposition(tally: Tally, report: DriftReport | None, labels: dict[str, str])
 
     `report` is of the window, None before the first batch; `labels` are digests of the model and the profile.
     """
-    try:
+    with MissingPackage(
+        "E1625 prometheus_client is not installed", remedy="pip install 'loka-onnx[serve]'"
+    ).in_place_of(ImportError):
         from prometheus_client import CollectorRegistry, generate_latest
-    except ImportError as error:
-        raise MissingPackage(
-            "E1625 prometheus_client is not installed",
-            evidence=str(error),
-            remedy="pip install 'loka-onnx[serve]'",
-        ) from error
     registry = CollectorRegistry(auto_describe=False)
     registry.register(
         _Collector(tally, [("monitor_info", 1.0, labels), *(_gauges(report) if report else ())])
