@@ -62,7 +62,8 @@ def load_run_file(path: str | Path, overrides: Mapping[str, object] | None = Non
             evidence="it holds no keys",
             remedy="a run file needs at least `model`, `outputs`, `data` and `targets`",
         )
-    return _check(_overridden(document, overrides or {}), path.parent, _as_name(path.stem))
+    name = re.sub(r"[^\w.-]", "-", path.stem).lstrip(".-") or "run"
+    return _check(_overridden(document, overrides or {}), path.parent, name)
 
 
 def build_run_config(
@@ -136,10 +137,6 @@ def _no_such_place(place: str, loc: Loc, node: Any) -> ConfigError:
         evidence=holds if loc[:-1] else "the run file is not a mapping",
         remedy="name a key of the run file; entries of a list are counted from 0, as in `outputs.0.budget`",
     )
-
-
-def _as_name(stem: str) -> str:
-    return re.sub(r"[^\w.-]", "-", stem).lstrip(".-") or "run"
 
 
 def _plain(value: Any) -> Any:

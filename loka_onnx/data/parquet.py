@@ -20,6 +20,8 @@ from loka_onnx.errors import DataError
 
 # Bytes read ahead for each column; without a limit pyarrow holds the column chunks of a whole row group.
 _READ_AHEAD = 1 << 20
+ROW_GROUP_ROWS = 65_536
+"""Rows of a group that is written: a span of rows is read without decoding many others."""
 _OF_THE_HOST = frozenset({errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE})
 """Errors of the host, not of the file."""
 
@@ -45,8 +47,12 @@ def write_table(rows: object, path: Path) -> Path:
             remedy="give a dict of arrays of one length, a table of pandas, polars or pyarrow, or a file",
         ) from error
     path.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(table, partial := path.with_name(f"{path.name}.partial"))
-    return partial.replace(path)
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        pq.write_table(table, partial, row_group_size=ROW_GROUP_ROWS, write_page_checksum=True)
+        return partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def _table(rows: Any) -> pa.Table:
@@ -150,16 +156,6 @@ class ParquetDataset(Dataset):
             return RawColumn(values.reshape(rows, width), shaped)
         values, nulls = _to_numpy(column)
         return RawColumn(values, nulls)
-
-
-def write_parquet(table: pa.Table, path: Path, row_group_rows: int = 65536) -> None:
-    """Write a Parquet file atomically into a directory that exists."""
-    temporary = path.with_name(f".{path.name}.partial")
-    try:
-        pq.write_table(table, temporary, row_group_size=row_group_rows, write_page_checksum=True)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _groups(metadata: Any, rows: range) -> tuple[list[int], int]:

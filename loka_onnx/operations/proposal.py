@@ -84,11 +84,6 @@ class Match:
     rule: str = ""
     candidates: tuple[str, ...] = ()
 
-    @property
-    def is_guess(self) -> bool:
-        """True if a reader has to check it: only names identify a column."""
-        return self.rule not in {"", "same name"}
-
 
 @dataclass(frozen=True)
 class Proposal:
