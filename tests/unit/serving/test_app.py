@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from loka_onnx.errors import EngineError
 from loka_onnx.runtime import Engine
 from loka_onnx.serving import app as app_module
-from loka_onnx.serving.app import Limits, make_app
+from loka_onnx.serving.server import Limits, make_app
 
 INFER = "/v2/models/ranker/infer"
 ROW = [0.5] * 16
