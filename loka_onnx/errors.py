@@ -61,6 +61,11 @@ def nearest(word: str, known: Iterable[str]) -> str:
     return f"did you mean '{near[0]}'?" if near else ""
 
 
+def line_of(error: BaseException, index: int = 0) -> str:
+    """Return a line of a library's error, by default the first, or its class where it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[index].strip()[:400]
+
+
 class LokaError(Exception):
     """Base of everything raised on purpose.
 

@@ -41,22 +41,14 @@ def load_run_file(path: str | Path, overrides: Mapping[str, object] | None = Non
         ConfigError: The file is missing, is not YAML, does not fit the schema, or names a missing file.
     """
     path = Path(path)
-    try:
+    remedy = "give the path of a YAML file; `loka-onnx demo` writes one to start from"
+    unreadable = ConfigError("E0101 cannot read the run file", where=str(path), remedy=remedy)
+    garbled = ConfigError("E0102 the run file is not UTF-8 text", where=str(path), remedy="save it as UTF-8")
+    with (
+        unreadable.in_place_of(OSError, words=lambda error: getattr(error, "strerror", "") or str(error)),
+        garbled.in_place_of(UnicodeDecodeError),
+    ):
         text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(
-            "E0101 cannot read the run file",
-            where=str(path),
-            evidence=error.strerror or str(error),
-            remedy="give the path of a YAML file; `loka-onnx demo` writes one to start from",
-        ) from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(
-            "E0102 the run file is not UTF-8 text",
-            where=str(path),
-            evidence=str(error),
-            remedy="save it as UTF-8",
-        ) from error
     document = read_yaml(text, str(path))
     if document.data is None:
         raise ConfigError(

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 from loka_onnx.data.batch import Array
 from loka_onnx.data.checks import RawColumn
 from loka_onnx.data.dataset import ColumnInfo, Dataset
-from loka_onnx.errors import DataError
+from loka_onnx.errors import DataError, line_of
 
 # Bytes read ahead for each column; without a limit pyarrow holds the column chunks of a whole row group.
 _READ_AHEAD = 1 << 20
@@ -37,15 +37,12 @@ def write_table(rows: object, path: Path) -> Path:
     Raises:
         DataError: Neither of these, or values that Arrow does not take.
     """
-    try:
+    with DataError(
+        "E0232 the rows are no table",
+        where=f"{type(rows).__module__}.{type(rows).__name__}",
+        remedy="give a dict of arrays of one length, a table of pandas, polars or pyarrow, or a file",
+    ).in_place_of(pa.ArrowException, TypeError, ValueError, words=line_of):
         table = _table(rows)
-    except (pa.ArrowException, TypeError, ValueError) as error:
-        raise DataError(
-            "E0232 the rows are no table",
-            where=f"{type(rows).__module__}.{type(rows).__name__}",
-            evidence=str(error).partition("\n")[0],
-            remedy="give a dict of arrays of one length, a table of pandas, polars or pyarrow, or a file",
-        ) from error
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
     try:

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from loka_onnx.core.digests import digest_file
-from loka_onnx.errors import EngineError, MissingPackage, ModelError
+from loka_onnx.errors import EngineError, MissingPackage, ModelError, line_of
 
 GPU, REFERENCE = "gpu", "ref"
 PROBLEM_CACHE = "MIGRAPHX_PROBLEM_CACHE"
@@ -75,7 +75,7 @@ def why_no_target(migraphx: Any, target: str) -> str:
     try:
         migraphx.get_target(target)
     except RuntimeError as error:
-        return f"MIGraphX has no target '{target}': {_first_line(error)}"
+        return f"MIGraphX has no target '{target}': {line_of(error)}"
     return ""
 
 
@@ -93,7 +93,7 @@ def parse_onnx(migraphx: Any, model: Path, dims: Mapping[str, Sequence[int]]) ->
         "E0841 MIGraphX refuses the model",
         where=str(model),
         remedy="keep the site in the base precision, or choose another backend",
-    ).in_place_of(RuntimeError, words=_first_line):
+    ).in_place_of(RuntimeError, words=line_of):
         return migraphx.parse_onnx(
             os.fspath(model), map_input_dims={name: list(shape) for name, shape in dims.items()}, **options
         )
@@ -164,7 +164,7 @@ def compile_program(
         "E0844 MIGraphX could not compile the program",
         where=f"target '{target}'",
         remedy="the log of the build has every message",
-    ).in_place_of(RuntimeError, words=_first_line):
+    ).in_place_of(RuntimeError, words=line_of):
         program.compile(
             migraphx.get_target(target),
             offload_copy=True,
@@ -184,7 +184,7 @@ def load_program(migraphx: Any, path: Path) -> Any:
         "E0845 MIGraphX does not load the program",
         where=str(path),
         remedy="build it again: a program belongs to one version of MIGraphX and one GPU architecture",
-    ).in_place_of(RuntimeError, words=_first_line):
+    ).in_place_of(RuntimeError, words=line_of):
         program = migraphx.load(os.fspath(path))
     if not program.is_compiled():
         raise EngineError(
@@ -212,11 +212,6 @@ def run_program(
     try:
         return [np.array(result) for result in program.run(arguments)]
     except RuntimeError as error:
-        raise EngineError("E0847 MIGraphX failed on a batch", evidence=_first_line(error)) from error
+        raise EngineError("E0847 MIGraphX failed on a batch", evidence=line_of(error)) from error
     finally:
         del arguments, held
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0][:400] if lines else type(error).__name__
