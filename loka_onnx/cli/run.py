@@ -71,11 +71,14 @@ def run(  # noqa: PLR0913, PLR0917 - typer reads one parameter for each option
         )
     terminal = terminal_of(context)
     options = RunOptions(force=force, resume=resume, sign=sign)
-    config = (
-        read_run_file(run_file, output, overrides)
-        if data is None
-        else _proposed(terminal, run_file, data, replaced(output, overrides))
-    )
+    if data is None:
+        config = read_run_file(run_file, output, overrides)
+    else:
+        from loka_onnx.operations.running import proposed_config
+
+        config, guesses = proposed_config(run_file, data, replaced(output, overrides))
+        for line in guesses:
+            print_words(terminal.err, Text(line))
     result = run_until(terminal, config, options)
     if as_json:
         terminal.out.out(json.dumps(outcome_json(result), indent=2))
@@ -83,18 +86,6 @@ def run(  # noqa: PLR0913, PLR0917 - typer reads one parameter for each option
         print_outcome(terminal, result)
     if require_fp8:
         check_fp8(result)
-
-
-def _proposed(terminal: Terminal, model: Path, data: Path, overrides: dict[str, object]) -> RunConfig:
-    """The run file that `init` would write, for a run without one; says what was guessed."""
-    from loka_onnx.operations.proposal import propose
-    from loka_onnx.operations.running import proposed_config
-
-    proposal = propose(model, data, home=Path.cwd())
-    config = proposed_config(proposal, f"{model} {data}", overrides)
-    for line in proposal.guesses:
-        print_words(terminal.err, Text(line))
-    return config
 
 
 def demo(
