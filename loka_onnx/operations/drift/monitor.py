@@ -216,24 +216,35 @@ class _RowRules:
 
     def rows_of(self, arrays: Arrays) -> int:
         """Return the number of rows; a DataError unless they have the model's inputs, shapes and types."""
-        lengths = {len(array) for array in arrays.values() if array.ndim}
-        if (
-            set(arrays) != {spec.name for spec in self.inputs}
-            or len(lengths) != 1
-            or not all(
-                len(spec.shape) == arrays[spec.name].ndim
-                and all(
-                    d in (None, n) for d, n in zip(spec.shape[1:], arrays[spec.name].shape[1:], strict=True)
-                )
-                and np.can_cast(arrays[spec.name].dtype, np.dtype(spec.dtype), "same_kind")
-                for spec in self.inputs
-            )
-        ):
-            fed = ", ".join(f"'{name}' {array.dtype}{array.shape}" for name, array in sorted(arrays.items()))
+        names = [spec.name for spec in self.inputs]
+        if set(arrays) != set(names):
             raise DataError(
-                "E1620 what was fed does not fit the inputs of the model",
-                evidence=f"fed {fed or 'nothing'}; the model takes {', '.join(map(str, self.inputs))}",
-                remedy="feed one array for each input, with the same rows on axis 0",
+                "E1620 what was fed are not the inputs of the model",
+                evidence=f"fed {', '.join(sorted(arrays)) or 'nothing'}; the inputs are {', '.join(names)}",
+                remedy="feed one array for each input, the rows on axis 0",
+            )
+        lengths = set[int]()
+        for spec in self.inputs:
+            array = arrays[spec.name]
+            shape, evidence = tuple(array.shape), ""
+            if len(shape) != len(spec.shape) or any(
+                d not in (None, n) for d, n in zip(spec.shape[1:], shape[1:], strict=True)
+            ):
+                evidence = f"its shape is {shape}"
+            elif not np.can_cast(array.dtype, np.dtype(spec.dtype), "same_kind"):
+                evidence = f"its type is {array.dtype}"
+            if evidence:
+                raise DataError(
+                    f"E1622 what was fed to input '{spec.name}' does not fit",
+                    evidence=f"{evidence}; the model takes {spec.dtype} of shape {spec.shape}",
+                    remedy="feed what the model is fed",
+                )
+            lengths.add(shape[0])
+        if len(lengths) != 1:
+            raise DataError(
+                "E1621 the arrays that were fed have different numbers of rows",
+                evidence=f"{', '.join(map(str, sorted(lengths)))} rows",
+                remedy="feed the same rows to every input",
             )
         return lengths.pop()
 
