@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
 from typing import ClassVar
@@ -59,6 +59,11 @@ def nearest(word: str, known: Iterable[str]) -> str:
     near = [each for each in words if each.endswith(f"-{word}")]
     near = near or difflib.get_close_matches(word, words, n=1)
     return f"did you mean '{near[0]}'?" if near else ""
+
+
+def line_of(error: BaseException, index: int = 0) -> str:
+    """Return a line of a library's error, by default the first, or its class where it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[index].strip()[:400]
 
 
 class LokaError(Exception):
@@ -94,6 +99,15 @@ class LokaError(Exception):
     def message(self) -> str:
         """Everything that it says, with its code."""
         return f"{self}\n  code: {self.code}" if self.code else str(self)
+
+    @contextmanager
+    def in_place_of(self, *kinds: type[Exception], words: Callable[[Exception], str] = str) -> Iterator[None]:
+        """Raise this error in place of a block's errors of some classes, whose words are its evidence."""
+        try:
+            yield
+        except kinds as error:
+            LokaError.__init__(self, self.coded, where=self.where, evidence=words(error), remedy=self.remedy)
+            raise self from error
 
 
 class UserError(LokaError):

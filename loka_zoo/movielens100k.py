@@ -23,7 +23,7 @@ import numpy as np
 import pyarrow as pa
 
 from loka_onnx.data.batch import Array
-from loka_onnx.data.parquet import write_parquet
+from loka_onnx.data.parquet import write_table
 from loka_onnx.errors import DataError, MissingPackage
 from loka_zoo.prepared import SPLITS, Part, PreparedData, make_directory
 
@@ -127,7 +127,7 @@ def prepare_movielens_100k(
     splits = {}
     for name in SPLITS:
         path = target / f"{name}.parquet"
-        write_parquet(pa.table({key: values[parts[name]] for key, values in columns.items()}), path)
+        write_table(pa.table({key: values[parts[name]] for key, values in columns.items()}), path)
         splits[name] = Part(path)
     return PreparedData(
         "movielens-100k",

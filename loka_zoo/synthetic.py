@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 from loka_onnx.data.batch import Array
-from loka_onnx.data.parquet import write_parquet
+from loka_onnx.data.parquet import write_table
 from loka_onnx.errors import ConfigError
 from loka_zoo.prepared import SPLITS, Part, PreparedData, make_directory
 
@@ -63,7 +63,7 @@ def prepare_synthetic(directory: str | Path, options: SyntheticOptions | None = 
     splits, first = {}, 0
     for name, count in zip(SPLITS, options.rows, strict=True):
         path = target / f"{name}.parquet"
-        write_parquet(pa.table({k: v[first : first + count] for k, v in columns.items()}), path)
+        write_table(pa.table({k: v[first : first + count] for k, v in columns.items()}), path)
         splits[name] = Part(path)
         first += count
     return PreparedData(

@@ -34,7 +34,7 @@ from benchmarks.pipeline.training import GROUP, TRAINING, arguments_of, checkpoi
 from benchmarks.recording import write_record
 from loka_onnx.config import DataConfig
 from loka_onnx.core.formats import Precision
-from loka_onnx.data.parquet import write_parquet
+from loka_onnx.data.parquet import write_table
 from loka_onnx.export.checkpoint import load_checkpoint
 from loka_zoo.builders import build
 from loka_zoo.demo import BUILDER
@@ -67,7 +67,7 @@ def prepare(options: argparse.Namespace) -> None:
         if part.rows is not None:
             start = part.rows.start or 0
             table = table.slice(start, (part.rows.stop or table.num_rows) - start)
-        write_parquet(table.slice(0, options.rows), options.data / f"{split}.parquet")
+        write_table(table.slice(0, options.rows), options.data / f"{split}.parquet")
     for model in options.models:
         print(trained(model, data, options.checkpoints))
 

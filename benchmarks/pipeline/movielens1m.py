@@ -23,7 +23,7 @@ from benchmarks.recording import write_record
 from loka_onnx.config import build_run_config
 from loka_onnx.core.evaluation import OutputEvaluation
 from loka_onnx.core.plan import PrecisionPlan
-from loka_onnx.data.parquet import write_parquet
+from loka_onnx.data.parquet import write_table
 from loka_onnx.pipeline.run import RunOptions, RunResult, run
 from loka_onnx.transforms.sequence import DEFAULT_MODS
 from loka_zoo.demo import BUILDER
@@ -103,7 +103,7 @@ def file_of(data: PreparedData, split: str, directory: Path, most: int | None) -
         table = pq.read_table(part.path)
         start, stop = (part.rows.start or 0, part.rows.stop) if part.rows else (0, None)
         rows = table.slice(start, (table.num_rows if stop is None else stop) - start).slice(0, most)
-        write_parquet(rows, target)
+        write_table(rows, target)
     return target
 
 

@@ -73,7 +73,7 @@ def write_key_pair(directory: Path, name: str = "bundle") -> KeyPair:
                 evidence="a private key that is overwritten is lost for good",
                 remedy="choose another directory or name",
             )
-    try:
+    with OutputError(f"E1220 cannot write keys to '{directory}'").in_place_of(OSError):
         directory.mkdir(parents=True, exist_ok=True)
         for path, data, mode in ((pair.private, private, 0o600), (pair.public, public, 0o644)):
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
@@ -81,8 +81,6 @@ def write_key_pair(directory: Path, name: str = "bundle") -> KeyPair:
                 stream.write(data)
                 stream.flush()
                 os.fsync(descriptor)
-    except OSError as error:
-        raise OutputError(f"E1220 cannot write keys to '{directory}'", evidence=str(error)) from error
     return pair
 
 

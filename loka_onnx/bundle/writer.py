@@ -253,14 +253,10 @@ class _Stage:
     def copy(self, source: Path, path: str) -> BundleFile:
         """Copy a file; a source that was copied before, under any name, becomes a link to that copy."""
         target = self._place(path)
-        try:
+        with BundleError(
+            f"E1234 '{source}' is missing", remedy="run the stage that writes it again"
+        ).in_place_of(FileNotFoundError):
             return self._record(path, self._copies.copy(source, target))
-        except FileNotFoundError as error:
-            raise BundleError(
-                f"E1234 '{source}' is missing",
-                evidence=str(error),
-                remedy="run the stage that writes it again",
-            ) from error
 
     def write_unlisted(self, text: str, name: str) -> None:
         """Writes a document that the manifest does not list."""

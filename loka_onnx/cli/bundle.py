@@ -30,8 +30,7 @@ from loka_onnx.cli.progress import reported
 from loka_onnx.cli.terminal import terminal_of
 from loka_onnx.engines.triton.models import TritonOptions
 from loka_onnx.errors import CheckFailed
-from loka_onnx.serving.app import Limits
-from loka_onnx.serving.server import ServeOptions
+from loka_onnx.serving.server import Limits, ServeOptions
 from loka_onnx.serving.server import serve as run_server
 
 _DEFAULTS = TransferOptions()

@@ -24,10 +24,8 @@ from loka_onnx.cli.bundle import bundle
 from loka_onnx.cli.compare import compare_deployments, compare_runs
 from loka_onnx.cli.doctor import doctor
 from loka_onnx.cli.drift import drift
-from loka_onnx.cli.init import init
 from loka_onnx.cli.log_lines import Event, JsonLog, Level, LogFormat, json_log
-from loka_onnx.cli.refresh import refresh
-from loka_onnx.cli.run import demo, run
+from loka_onnx.cli.run import demo, init, refresh, run
 from loka_onnx.cli.schema import schema
 from loka_onnx.cli.stages import add_stage_verb, build, calibrate, transform
 from loka_onnx.cli.terminal import Terminal

@@ -18,11 +18,10 @@ from loka_onnx.errors import BudgetMissed
 from loka_onnx.pipeline.jobs import BUILD_JOB, JOBS
 from loka_onnx.pipeline.run import RunResult
 from loka_onnx.report import ReportData, summary_table
+from loka_onnx.report.data import CERTIFICATION
 from loka_onnx.report.slice_tables import slices_sentence
 from loka_onnx.report.summary import engine_rows, measured_targets, short_names, target_rows
 from loka_onnx.report.verdict import budget_sentence, sentence
-
-SPLIT = "certification"
 
 
 def print_outcome(terminal: Terminal, result: RunResult) -> None:
@@ -35,7 +34,7 @@ def print_outcome(terminal: Terminal, result: RunResult) -> None:
         print_words(out, line) if isinstance(line, Text) else out.print(line)
     for target in measured_targets(data):
         out.print()
-        out.print(summary_table(data, target, SPLIT))
+        out.print(summary_table(data, target, CERTIFICATION))
     out.print()
     for line in (*_undecided(data), *_harmed_slices(data), *_not_built(result, data)):
         print_words(out, line)
@@ -67,7 +66,7 @@ def check_fp8(result: RunResult) -> None:
     if data is None:
         return
     low, fp8 = data.plans.quantized, {plan.id for plan in data.plans.plans if plan.quantized_sites}
-    judged = [e for e in data.evaluations.evaluations if e.split == SPLIT and e.plan in fp8]
+    judged = [e for e in data.evaluations.evaluations if e.split == CERTIFICATION and e.plan in fp8]
     if any(evaluation.is_within_budget for evaluation in judged):
         return
     bounds = []
@@ -122,14 +121,14 @@ def _undecided(data: ReportData) -> Iterator[Text]:
         (e.engine, f"{output.output} is {budget_sentence(output)}")
         for e in data.evaluations.evaluations
         for output in e.outputs
-        if e.split == SPLIT and (output.budget_status == BudgetStatus.UNDECIDED or output.remarks)
+        if e.split == CERTIFICATION and (output.budget_status == BudgetStatus.UNDECIDED or output.remarks)
     )
     yield from _grouped(data, sentences, ("? ", "yellow"))
 
 
 def _harmed_slices(data: ReportData) -> Iterator[Text]:
     for name in (name for choice in data.choice.targets for name in choice.engines):
-        for output in data.outputs(name, SPLIT):
+        for output in data.outputs(name, CERTIFICATION):
             if output.slices_of(BudgetStatus.BEYOND):
                 harm = f"{name}, {output.output}, slices: {slices_sentence(output)}"
                 yield Text.assemble(("! ", "red"), harm)

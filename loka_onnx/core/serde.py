@@ -106,10 +106,8 @@ def loads(kind: type[T], text: str, *, where: str = "document") -> T:
     Raises UserError if it is not JSON, or has another schema, an unknown key, or a value of the wrong type.
     """
     expected = schema_id(kind)
-    try:
+    with UserError("E1805 not a JSON document", where=where).in_place_of(ValueError, RecursionError):
         document = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise UserError("E1805 not a JSON document", where=where, evidence=str(error)) from error
     found = document.get("schema") if isinstance(document, dict) else None
     if found != expected or set(document) != {"schema", "value"}:
         raise UserError(
@@ -140,21 +138,19 @@ def write(value: Any, path: Path) -> None:
 
 def read(kind: type[T], path: Path) -> T:
     """Read a document of the given type; `UserError` if it is missing or no such document."""
-    try:
+    with UserError(f"E1809 cannot read the {schema_id(kind)} document", where=str(path)).in_place_of(
+        OSError, UnicodeDecodeError
+    ):
         # Reading a pipe or a device would never end.
         if path.exists() and not path.is_file():
             raise OSError("it is not a regular file")
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"E1809 cannot read the {schema_id(kind)} document", where=str(path), evidence=str(error)
-        ) from error
     return loads(kind, text, where=str(path))
 
 
 def write_text(text: str, path: Path) -> None:
     """Write text so that a reader sees the old file or the whole new one (`OutputError` if writing fails)."""
-    try:
+    with OutputError(f"E1810 cannot write '{path}'").in_place_of(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         try:
@@ -167,8 +163,6 @@ def write_text(text: str, path: Path) -> None:
         except BaseException:
             Path(temporary).unlink(missing_ok=True)
             raise
-    except OSError as error:
-        raise OutputError(f"E1810 cannot write '{path}'", evidence=str(error)) from error
 
 
 def to_plain(value: Any) -> Any:

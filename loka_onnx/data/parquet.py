@@ -16,10 +16,12 @@ import pyarrow.parquet as pq
 from loka_onnx.data.batch import Array
 from loka_onnx.data.checks import RawColumn
 from loka_onnx.data.dataset import ColumnInfo, Dataset
-from loka_onnx.errors import DataError
+from loka_onnx.errors import DataError, line_of
 
 # Bytes read ahead for each column; without a limit pyarrow holds the column chunks of a whole row group.
 _READ_AHEAD = 1 << 20
+ROW_GROUP_ROWS = 65_536
+"""Rows of a group that is written: a span of rows is read without decoding many others."""
 _OF_THE_HOST = frozenset({errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE})
 """Errors of the host, not of the file."""
 
@@ -35,18 +37,19 @@ def write_table(rows: object, path: Path) -> Path:
     Raises:
         DataError: Neither of these, or values that Arrow does not take.
     """
-    try:
+    with DataError(
+        "E0232 the rows are no table",
+        where=f"{type(rows).__module__}.{type(rows).__name__}",
+        remedy="give a dict of arrays of one length, a table of pandas, polars or pyarrow, or a file",
+    ).in_place_of(pa.ArrowException, TypeError, ValueError, words=line_of):
         table = _table(rows)
-    except (pa.ArrowException, TypeError, ValueError) as error:
-        raise DataError(
-            "E0232 the rows are no table",
-            where=f"{type(rows).__module__}.{type(rows).__name__}",
-            evidence=str(error).partition("\n")[0],
-            remedy="give a dict of arrays of one length, a table of pandas, polars or pyarrow, or a file",
-        ) from error
     path.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(table, partial := path.with_name(f"{path.name}.partial"))
-    return partial.replace(path)
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        pq.write_table(table, partial, row_group_size=ROW_GROUP_ROWS, write_page_checksum=True)
+        return partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def _table(rows: Any) -> pa.Table:
@@ -150,16 +153,6 @@ class ParquetDataset(Dataset):
             return RawColumn(values.reshape(rows, width), shaped)
         values, nulls = _to_numpy(column)
         return RawColumn(values, nulls)
-
-
-def write_parquet(table: pa.Table, path: Path, row_group_rows: int = 65536) -> None:
-    """Write a Parquet file atomically into a directory that exists."""
-    temporary = path.with_name(f".{path.name}.partial")
-    try:
-        pq.write_table(table, temporary, row_group_size=row_group_rows, write_page_checksum=True)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _groups(metadata: Any, rows: range) -> tuple[list[int], int]:

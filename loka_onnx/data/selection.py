@@ -47,15 +47,6 @@ class HashRows:
     high: float
     seed: int = 0
 
-    def __post_init__(self) -> None:
-        if not 0.0 <= self.low < self.high <= 1.0:
-            raise ConfigError(
-                "E0226 a hash interval needs 0 <= low < high <= 1",
-                where=f"column '{self.column}'",
-                evidence=f"low {self.low}, high {self.high}",
-                remedy="give fractions of the keys",
-            )
-
     @property
     def id(self) -> str:
         """Text for the digest of a data set."""

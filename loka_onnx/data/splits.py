@@ -7,7 +7,6 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from loka_onnx.data.batch import InputBinding
 from loka_onnx.data.dataset import Dataset, Layout
@@ -61,34 +60,18 @@ class Splits:
 
 @dataclass(frozen=True)
 class SplitRule:
-    """Division of one file into the three splits, by fractions of the rows (of the keys, for "hash").
+    """Division of one file into the three splits, by positive fractions of the rows that sum to at most 1.
 
-    "fraction" takes contiguous rows in file order, which suits rows in order of time; "hash" takes the rows
-    whose key `column` hashes into an interval, so that the rows of one group stay together; `seed` chooses
-    the hash.
+    Without `column` contiguous rows in file order, which suits rows in order of time; else by fractions of
+    the keys, the rows whose key hashes into an interval, so that the rows of one group stay together; `seed`
+    chooses the hash.
     """
 
-    by: Literal["fraction", "hash"] = "fraction"
     calibration: float = 0.2
     selection: float = 0.3
     certification: float = 0.5
     column: str | None = None
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        fractions = (self.calibration, self.selection, self.certification)
-        if min(fractions) <= 0 or sum(fractions) > 1 + 1e-9:
-            raise ConfigError(
-                "E0228 the fractions of a split rule must be positive and sum to at most 1",
-                evidence=f"calibration, selection and certification are {fractions}",
-                remedy="for example 0.2, 0.3 and 0.5",
-            )
-        if (self.by == "hash") != (self.column is not None):
-            raise ConfigError(
-                "E0229 a split rule needs a key column exactly when it splits by hash",
-                evidence=f"by '{self.by}', column {self.column!r}",
-                remedy="set `column` to the group column, or split by fraction",
-            )
 
     def selections(self, rows: int) -> tuple[RowSelection, ...]:
         """Return the rows of the three splits; `ConfigError` if a split would hold no row."""

@@ -239,14 +239,11 @@ class EngineCache:
 
 @contextmanager
 def _writing(target: Path) -> Iterator[None]:
-    try:
+    with OutputError(
+        f"E0809 cannot write '{target}'",
+        remedy="make room there or correct its permissions, and go on with `run --resume`",
+    ).in_place_of(OSError):
         yield
-    except OSError as error:
-        raise OutputError(
-            f"E0809 cannot write '{target}'",
-            evidence=str(error),
-            remedy="make room there or correct its permissions, and go on with `run --resume`",
-        ) from error
 
 
 def _copy(source: Path, target: Path, digest: str) -> bool:

@@ -52,15 +52,12 @@ def device_alone(architecture: str, waiting: Path | None = None) -> Iterator[Non
 
 def _open() -> int:
     place = Path(tempfile.gettempdir()) / f"loka-onnx-{os.getuid()}"
-    try:
+    with EngineError(
+        "E0810 cannot lock the accelerator",
+        where=str(place),
+        remedy="remove it, or set TMPDIR to a directory that this user can write",
+    ).in_place_of(OSError):
         place.mkdir(mode=0o700, exist_ok=True)
         if place.lstat().st_uid != os.getuid() or place.is_symlink():
             raise PermissionError(f"'{place}' is not a directory of this user")
         return os.open(place / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-    except OSError as error:
-        raise EngineError(
-            "E0810 cannot lock the accelerator",
-            where=str(place),
-            evidence=str(error),
-            remedy="remove it, or set TMPDIR to a directory that this user can write",
-        ) from error

@@ -201,21 +201,19 @@ def tail(log: Path) -> str:
 def _make_staging(output: Path) -> Path:
     """Make a staging directory beside the output, and remove those of dead processes."""
     prefix = f".{output.name}.building-"
-    try:
+    with OutputError(f"E0883 cannot write '{output}'").in_place_of(OSError):
         output.parent.mkdir(parents=True, exist_ok=True)
         for stale in output.parent.glob(f"{glob.escape(prefix)}*"):
             owner = stale.name.removeprefix(prefix).partition("-")[0]
             if owner.isdecimal() and not psutil.pid_exists(int(owner)):
                 shutil.rmtree(stale, ignore_errors=True)
         return Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=output.parent))
-    except OSError as error:
-        raise OutputError(f"E0883 cannot write '{output}'", evidence=str(error)) from error
 
 
 def replace_directory(source: Path, target: Path, staging: Path) -> None:
     """Move a finished directory into place of an earlier one, which is put back with an `OutputError`."""
     replaced = staging / "replaced"
-    try:
+    with OutputError(f"E0884 cannot write '{target}'").in_place_of(OSError):
         if target.exists():
             target.rename(replaced)
         try:
@@ -224,8 +222,6 @@ def replace_directory(source: Path, target: Path, staging: Path) -> None:
             if replaced.exists():
                 replaced.rename(target)
             raise
-    except OSError as error:
-        raise OutputError(f"E0884 cannot write '{target}'", evidence=str(error)) from error
 
 
 @contextlib.contextmanager

@@ -138,14 +138,11 @@ class KernelTimer:
             torch.cuda.synchronize()
 
     def _check_alive(self, kernel: Kernel, shape: Shape) -> None:
-        try:
+        with EngineError(
+            f"E2816 the device failed in kernel {kernel} on {shape}",
+            remedy="run `loka-onnx tune` again: what was measured before is kept",
+        ).in_place_of(RuntimeError, words=_first_line):
             self._synchronize()
-        except RuntimeError as error:
-            raise EngineError(
-                f"E2816 the device failed in kernel {kernel} on {shape}",
-                evidence=_first_line(error),
-                remedy="run `loka-onnx tune` again: what was measured before is kept",
-            ) from error
 
 
 def graph_timer(run: Callable[[], object], calls: int) -> Callable[[], float]:
@@ -189,14 +186,10 @@ def _first_line(error: BaseException) -> str:
 
 def torch_device(device: str | None) -> str:
     """Torch's name of a device of run files; None is the accelerator if torch sees one, else the CPU."""
-    try:
+    with MissingPackage(
+        "E2817 kernels are timed with torch, which is not installed", remedy="pip install 'loka-onnx[export]'"
+    ).in_place_of(ImportError):
         import torch
-    except ImportError as error:
-        raise MissingPackage(
-            "E2817 kernels are timed with torch, which is not installed",
-            evidence=str(error),
-            remedy="pip install 'loka-onnx[export]'",
-        ) from error
     if device == CPU or (device is None and not torch.cuda.is_available()):
         return CPU
     if not torch.cuda.is_available():

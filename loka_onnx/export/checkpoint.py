@@ -90,15 +90,12 @@ def _load_safetensors(path: Path) -> object:
 
 
 def _safetensors(path: Path) -> Any:
-    try:
+    with MissingPackage(
+        "E0403 a .safetensors checkpoint needs the package safetensors",
+        where=str(path),
+        remedy="pip install safetensors",
+    ).in_place_of(ModuleNotFoundError):
         return importlib.import_module("safetensors.torch")
-    except ModuleNotFoundError as error:
-        raise MissingPackage(
-            "E0403 a .safetensors checkpoint needs the package safetensors",
-            where=str(path),
-            evidence=str(error),
-            remedy="pip install safetensors",
-        ) from error
 
 
 def _broken(path: Path, error: Exception) -> ModelError:

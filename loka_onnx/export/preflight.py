@@ -226,7 +226,11 @@ class _Preflight:
             for name, values in found.items():
                 if values.shape[:1] != (size,):
                     return (self._shape(name, values, size),)
-                if not self.batches.are_generated and not _is_finite(values):
+                if (
+                    not self.batches.are_generated
+                    and values.dtype.kind == "f"
+                    and not np.isfinite(values).all()
+                ):
                     return (self._not_finite(name, values, size),)
         finding = self._coupling() or self._by_size(by_size)
         return () if finding is None else (finding,)
@@ -377,10 +381,6 @@ def _opened(model: GraphModel, threads: int, *, as_written: bool = False) -> Onn
 
 def _named(node: Node) -> str:
     return f"node '{node.name}' ({node.op})"
-
-
-def _is_finite(values: Array) -> bool:
-    return values.dtype.kind != "f" or bool(np.isfinite(values).all())
 
 
 def _agree(one: Array, other: Array, tolerance: float) -> bool:

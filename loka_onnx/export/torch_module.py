@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from loka_onnx.core.artifact import ModelArtifact, OutputSpec, Parity
-from loka_onnx.errors import ExportError, InternalError, MissingPackage, ModelError
+from loka_onnx.errors import ExportError, InternalError, MissingPackage, ModelError, line_of
 from loka_onnx.export.onnx_model import import_onnx
 from loka_onnx.graph.entry import OPSET
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
@@ -31,12 +31,10 @@ that sum some thousand products in different orders differed by up to 2e-5."""
 
 def import_torch() -> Any:
     """Return the `torch` module, or raise `MissingPackage`."""
-    try:
+    with MissingPackage(
+        "E0410 PyTorch is not installed", remedy="pip install 'loka-onnx[export]'"
+    ).in_place_of(ImportError):
         import torch
-    except ImportError as error:
-        raise MissingPackage(
-            "E0410 PyTorch is not installed", evidence=str(error), remedy="pip install 'loka-onnx[export]'"
-        ) from error
     return torch
 
 
@@ -54,15 +52,12 @@ def load_builder(reference: str) -> Callable[[], Any]:
             f"E0411 '{reference}' is not of the form module:function",
             remedy="for example mymodels.ranker:build",
         )
-    try:
+    # The user's module runs here, and may raise anything.
+    with ModelError(
+        f"E0412 cannot import the model builder '{reference}'",
+        remedy="run from a directory, or with a PYTHONPATH, in which the module can be imported",
+    ).in_place_of(Exception, words=lambda error: f"{type(error).__name__}: {error}"):
         builder = getattr(importlib.import_module(module_name), function_name)
-    except Exception as error:
-        # The user's module runs here, and may raise anything.
-        raise ModelError(
-            f"E0412 cannot import the model builder '{reference}'",
-            evidence=f"{type(error).__name__}: {error}",
-            remedy="run from a directory, or with a PYTHONPATH, in which the module can be imported",
-        ) from error
     if not callable(builder):
         raise ModelError(
             f"E0413 the model builder '{reference}' is not callable",
@@ -91,16 +86,15 @@ def export_torch(
         raise InternalError("an export needs at least 2 example rows", evidence=f"{fewest} were given")
     module = module.eval()
     tensors = as_tensors(rows)
-    try:
-        with torch.no_grad():
-            results = module(*tensors)
-    except (IndexError, RuntimeError) as error:
-        raise ModelError(
+    with (
+        ModelError(
             f"E0414 {type(module).__name__} fails on the first {fewest} rows of the data",
-            evidence=" ".join(str(error).split())[:300],
             remedy="compare the ids with the sizes of the embedding tables, and the columns with the inputs "
             "that the model was trained with",
-        ) from error
+        ).in_place_of(IndexError, RuntimeError, words=lambda error: " ".join(str(error).split())[:300]),
+        torch.no_grad(),
+    ):
+        results = module(*tensors)
     results = tuple(results) if isinstance(results, tuple | list) else (results,)
     wrong = [type(result).__name__ for result in results if not isinstance(result, torch.Tensor)]
     if wrong:
@@ -136,8 +130,13 @@ def _export(
     noisy = logging.getLogger("torch.onnx")
     level = noisy.level
     noisy.setLevel(logging.ERROR)
+    # The exporter wraps whatever the module or a decomposition raised.
+    refused = ExportError(
+        f"E0417 PyTorch cannot export {type(module).__name__} to ONNX",
+        remedy="see torch.onnx.export(dynamo=True); or export it yourself and pass the .onnx file",
+    )
     try:
-        with warnings.catch_warnings():
+        with refused.in_place_of(Exception, words=line_of), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             program = torch.onnx.export(
                 module,
@@ -150,13 +149,6 @@ def _export(
                 verbose=False,
             )
             program.save(str(target), external_data=True)
-    except Exception as error:
-        # the exporter wraps whatever the module or a decomposition raised.
-        raise ExportError(
-            f"E0417 PyTorch cannot export {type(module).__name__} to ONNX",
-            evidence=str(error).strip().splitlines()[0][:400],
-            remedy="see torch.onnx.export(dynamo=True); or export it yourself and pass the .onnx file",
-        ) from error
     finally:
         noisy.setLevel(level)
 

@@ -339,16 +339,12 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     Raises OutputError if the disk is full, or writing fails.
     """
     unfinished = path.with_name(f".{path.name}.unfinished")
+    full = OutputError(f"E0316 cannot write '{path}'", remedy="make room, or choose another --output")
     try:
-        with unfinished.open("wb") as stream:
-            yield stream
-        unfinished.replace(path)
-    except OSError as error:
-        raise OutputError(
-            f"E0316 cannot write '{path}'",
-            evidence=str(error),
-            remedy="make room, or choose another --output",
-        ) from error
+        with full.in_place_of(OSError):
+            with unfinished.open("wb") as stream:
+                yield stream
+            unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
 

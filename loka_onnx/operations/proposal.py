@@ -84,11 +84,6 @@ class Match:
     rule: str = ""
     candidates: tuple[str, ...] = ()
 
-    @property
-    def is_guess(self) -> bool:
-        """True if a reader has to check it: only names identify a column."""
-        return self.rule not in {"", "same name"}
-
 
 @dataclass(frozen=True)
 class Proposal:
@@ -186,7 +181,9 @@ def name_of(model: Path) -> str:
 
 def _read(path: Path) -> tuple[int, dict[str, Column]]:
     """Rows of a file, and its columns by name, in its order, as the first `SAMPLE_ROWS` rows show them."""
-    try:
+    with DataError(
+        "E1640 the rows cannot be read", where=str(path), remedy="give a .parquet or an .npz file"
+    ).in_place_of(OSError, ValueError, StopIteration, words=lambda e: str(e)[:300] or "it holds none"):
         if path.suffix == ".npz":
             with np.load(path, allow_pickle=False) as arrays:
                 sample = {name: arrays[name] for name in arrays.files}
@@ -197,13 +194,6 @@ def _read(path: Path) -> tuple[int, dict[str, Column]]:
             file = pq.ParquetFile(path)
             batch, rows = next(file.iter_batches(SAMPLE_ROWS)), int(file.metadata.num_rows)
             sample = {name: _array(batch.column(name)) for name in batch.schema.names}
-    except (OSError, ValueError, StopIteration) as error:
-        raise DataError(
-            "E1640 the rows cannot be read",
-            where=str(path),
-            evidence=str(error)[:300] or "it holds none",
-            remedy="give a .parquet or an .npz file",
-        ) from error
     return rows, {name: _column(name, values[:SAMPLE_ROWS]) for name, values in sample.items()}
 
 

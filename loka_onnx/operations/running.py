@@ -10,7 +10,7 @@ from typing import Any
 from loka_onnx.config import RunConfig, build_run_config
 from loka_onnx.data.parquet import write_table
 from loka_onnx.errors import ConfigError
-from loka_onnx.operations.proposal import Proposal, name_of, propose
+from loka_onnx.operations.proposal import name_of, propose
 from loka_onnx.pipeline.run import RunOptions, RunResult
 from loka_onnx.pipeline.run import run as run_pipeline
 
@@ -41,20 +41,25 @@ def run(
     """
     if data is None or isinstance(data, RunOptions):
         return run_pipeline(source, data if isinstance(data, RunOptions) else options)
-    model, home = Path(str(source)), Path.cwd()
+    model = Path(str(source))
     if not isinstance(data, str | Path):
-        data = write_table(data, home / "runs" / f"{name_of(model)}.parquet")
+        data = write_table(data, Path.cwd() / "runs" / f"{name_of(model)}.parquet")
     labels = [str(output["label"]) for output in outputs if output.get("label")]
-    proposal = propose(model, Path(data), home=home, labels=labels)
     values = {**(overrides or {}), **({"outputs": list(map(dict, outputs))} if outputs else {})}
-    config = proposed_config(proposal, f"{model} {data}", values)
-    for line in proposal.guesses:
+    config, guesses = proposed_config(model, Path(data), values, labels)
+    for line in guesses:
         _log.warning("guessed, as no run file was given: %s", line)
     return run_pipeline(config, options)
 
 
-def proposed_config(proposal: Proposal, source: str, overrides: Mapping[str, object]) -> RunConfig:
-    """Return the configuration of a proposal; a ConfigError if an input has no column or a value is wrong."""
+def proposed_config(
+    model: Path, data: Path, overrides: Mapping[str, object], labels: Sequence[str] = ()
+) -> tuple[RunConfig, tuple[str, ...]]:
+    """Return the configuration that `init` would write, and its guesses.
+
+    Raises as `propose`; a ConfigError also if an input has no column or a value is wrong.
+    """
+    proposal, source = propose(model, data, home=Path.cwd(), labels=labels), f"{model} {data}"
     if proposal.unmatched:
         raise ConfigError(
             f"E1642 {len(proposal.unmatched)} inputs of the model have no column",
@@ -62,4 +67,5 @@ def proposed_config(proposal: Proposal, source: str, overrides: Mapping[str, obj
             evidence=", ".join(match.input for match in proposal.unmatched[:8]),
             remedy=f"loka-onnx init {source}, and name their columns in the file that it writes",
         )
-    return build_run_config(proposal.document, Path.cwd(), source=source, overrides=overrides)
+    config = build_run_config(proposal.document, Path.cwd(), source=source, overrides=overrides)
+    return config, proposal.guesses

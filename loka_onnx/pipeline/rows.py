@@ -95,12 +95,8 @@ def open_splits(config: RunConfig, bindings: Sequence[InputBinding]) -> Splits:
     """
     data = config.data
     if data.path is not None and data.split is not None:
-        rule = SplitRule(
-            by="hash" if data.split.by is SplitBy.HASH else "fraction",
-            **data.split.fractions.model_dump(),
-            column=data.split.column,
-            seed=data.split.seed,
-        )
+        shares = data.split.fractions.model_dump()
+        rule = SplitRule(**shares, column=data.split.column, seed=data.split.seed)
         return split_file(
             data.path, rule, bindings, config.columns, config.nullable_columns, config.column_keys
         )

@@ -84,7 +84,8 @@ def _box(node: GraphNode, place: Point, decisions: Mapping[str, Decision]) -> _B
         first, second = (node.name, f"{node.op}{precision}") if verdict else (node.op, "")
     width = width_of(node)
     room = int((width - 10 - (NODE_HEIGHT * 0.8 if verdict else 0)) / _LETTER)
-    labels = tuple(_shortened(label, room) for label in (first, second) if label)
+    # The end of a name tells more than its beginning.
+    labels = tuple(x if len(x) <= room else f"…{x[1 - room :]}" for x in (first, second) if x)
     return _Box(node, place, width, verdict, labels, tuple(lines))
 
 
@@ -101,11 +102,6 @@ def _view(boxes: Sequence[_Box], layout: GraphLayout) -> tuple[int, int, int, in
 
 def _verdict(decisions: Mapping[str, Decision], site: str) -> Verdict:
     return decisions[site].verdict if site in decisions else Verdict.NOT_JUDGED
-
-
-def _shortened(text: str, room: int) -> str:
-    """The end of a name tells more than its beginning."""
-    return text if len(text) <= room else f"…{text[1 - room :]}"
 
 
 def _curve(line: tuple[Point, ...]) -> str:

@@ -33,8 +33,19 @@ from loka_onnx.report.document import (
     text,
 )
 from loka_onnx.report.engine_tables import engines_section, fallbacks_section, load_columns
-from loka_onnx.report.figures import Figure, Place, Told, counted, derive, formed, joined, shown, told
-from loka_onnx.report.provenance import Pointers, located
+from loka_onnx.report.figures import (
+    Figure,
+    Place,
+    Pointers,
+    Told,
+    counted,
+    derive,
+    formed,
+    joined,
+    located,
+    shown,
+    told,
+)
 from loka_onnx.report.site_tables import calibration_facts, sites_section
 from loka_onnx.report.slice_tables import scores_sections, slices_sections
 from loka_onnx.report.verdict import parts, verdicts

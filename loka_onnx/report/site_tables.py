@@ -122,6 +122,10 @@ def _site_table(data: ReportData, plan: PrecisionPlan) -> Table:
             title, lambda row: shown(numbers.count, row.site, name) if getattr(row.site, name) else "–"
         )
 
+    def relative_error(row: SiteRow) -> str:
+        error = derive("relative_error", Place(row.error))
+        return formed(numbers.error_percent, error, numbers.NOT_MEASURED)
+
     def flop_share(row: SiteRow) -> str:
         if not row.site.is_fp8_able or not able.value:
             return numbers.NONE
@@ -167,7 +171,7 @@ def _site_table(data: ReportData, plan: PrecisionPlan) -> Table:
         ),
         text("Verdict", verdict, is_choice=True),
         text("Speed", speed, is_choice=True),
-        number("Relative error", _relative_error, bar=True),
+        number("Relative error", relative_error, bar=True),
         number("KL", by_output(lambda s: _interval(sampling, s.kl_moments, s.kl)), bar=True),
         number("KL over draws", by_output(_draws)),
         number("Labelled", by_output(lambda s: _interval(sampling, s.labelled_moments, s.labelled))),
@@ -178,12 +182,6 @@ def _site_table(data: ReportData, plan: PrecisionPlan) -> Table:
     rows_measured = shown(numbers.count, data.profile, "rows")
     caption = told("Sites in plan {}, measured on {} calibration rows", plan.id, rows_measured)
     return table_of(caption, columns, site_rows(data, plan))
-
-
-def _relative_error(row: SiteRow) -> str:
-    if row.error is None:
-        return numbers.NOT_MEASURED
-    return formed(numbers.error_percent, derive("relative_error", Place(row.error)))
 
 
 def _rows_measured(row: SiteRow) -> str:

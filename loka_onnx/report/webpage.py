@@ -26,13 +26,6 @@ class Exhibits:
     graph: Markup | None = None
 
     @property
-    def has_drawings(self) -> bool:
-        """True if anything on the page needs plotly.js."""
-        return any(chart.figure for each in self.charts.values() for chart in each) or bool(
-            self.histograms.get("tensors")
-        )
-
-    @property
     def sites(self) -> frozenset[str]:
         """Names of the sites that the page can show."""
         return frozenset(site["name"] for site in self.histograms.get("sites", ()))
@@ -42,7 +35,8 @@ def to_html(document: Document, exhibits: Exhibits | None = None) -> str:
     """Write a document with its drawn parts."""
     exhibits = exhibits or Exhibits()
     template = environment().get_template("report.html.j2")
-    plotly = _packed_plotly() if exhibits.has_drawings else ""
+    has_chart = any(chart.figure for each in exhibits.charts.values() for chart in each)
+    plotly = _packed_plotly() if has_chart or exhibits.histograms.get("tensors") else ""
     return template.render(document=document, exhibits=exhibits, graph=exhibits.graph, plotly=plotly)
 
 

@@ -184,14 +184,11 @@ class Metrics:
 
     def collect(self) -> Iterator[Any]:
         """Yield the numbers as metric families of `prometheus_client` (`MissingPackage` without it)."""
-        try:
+        with MissingPackage(
+            "E1313 prometheus_client is not installed",
+            remedy="pip install prometheus_client, or read `engine.metrics.snapshot()`",
+        ).in_place_of(ImportError):
             from prometheus_client import metrics_core
-        except ImportError as error:
-            raise MissingPackage(
-                "E1313 prometheus_client is not installed",
-                evidence=str(error),
-                remedy="pip install prometheus_client, or read `engine.metrics.snapshot()`",
-            ) from error
 
         now = self.snapshot()
         seconds = metrics_core.HistogramMetricFamily(

@@ -83,12 +83,10 @@ class BackendSpec(ABC):
 
     def load_library(self) -> Any:
         """Import the library; a `MissingPackage` where it does not load."""
-        try:
+        with MissingPackage(f"E0901 {self.title} is not installed", remedy=self.install).in_place_of(
+            ImportError, OSError
+        ):
             return importlib.import_module(self.modules[0])
-        except (ImportError, OSError) as error:
-            raise MissingPackage(
-                f"E0901 {self.title} is not installed", evidence=str(error), remedy=self.install
-            ) from error
 
     def library_obstacle(self) -> str:
         """Reason why the library is missing, without importing it; empty when it is installed."""
@@ -129,10 +127,8 @@ def is_installed(module: str) -> bool:
 
 def installed_version(distribution: str, title: str) -> str:
     """Version of a distribution, without importing it; a `MissingPackage` where there is none."""
-    try:
+    with MissingPackage(f"E0902 {title} is not installed").in_place_of(metadata.PackageNotFoundError):
         return metadata.version(distribution)
-    except metadata.PackageNotFoundError as error:
-        raise MissingPackage(f"E0902 {title} is not installed", evidence=str(error)) from error
 
 
 def has_spec(name: str) -> bool:
@@ -149,15 +145,12 @@ def get_spec(name: str) -> BackendSpec:
             evidence=f"known backends: {', '.join(sorted(paths))}",
             remedy=nearest(name, paths) or "name one of these",
         )
-    try:
+    with MissingPackage(
+        f"E0904 backend '{name}' does not import",
+        where=paths[name],
+        remedy="mend or remove the package that adds it",
+    ).in_place_of(ImportError, AttributeError):
         found: BackendSpec = resolve(paths[name])
-    except (ImportError, AttributeError) as error:
-        raise MissingPackage(
-            f"E0904 backend '{name}' does not import",
-            where=paths[name],
-            evidence=str(error),
-            remedy="mend or remove the package that adds it",
-        ) from error
     return found
 
 

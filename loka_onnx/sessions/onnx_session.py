@@ -22,7 +22,7 @@ import numpy.typing as npt
 import onnx
 
 from loka_onnx.core.rewrite import INDEX, USERS
-from loka_onnx.errors import EngineError, MissingPackage, ModelError
+from loka_onnx.errors import EngineError, MissingPackage, ModelError, line_of
 from loka_onnx.sessions.model_files import FLOAT8_TYPES, read_model
 from loka_onnx.sessions.runner import Arrays, Names, Runner, to_users
 
@@ -32,12 +32,8 @@ INSTALL = "pip install 'loka-onnx[cpu]' (or [nvidia], [amd]: exactly one of them
 
 def import_onnxruntime() -> Any:
     """Import `onnxruntime`; a `MissingPackage` where it is not installed."""
-    try:
+    with MissingPackage("E0917 ONNX Runtime is not installed", remedy=INSTALL).in_place_of(ImportError):
         import onnxruntime
-    except ImportError as error:
-        raise MissingPackage(
-            "E0917 ONNX Runtime is not installed", evidence=str(error), remedy=INSTALL
-        ) from error
     return onnxruntime
 
 
@@ -154,15 +150,12 @@ class OnnxSession(Runner):
 
     def _start(self, source: str | bytes, settings: Any, model: Path, options: SessionOptions | None) -> None:
         providers = list((options or SessionOptions()).providers)
-        try:
+        # onnxruntime raises errors of unrelated types.
+        with ModelError(
+            f"E0918 ONNX Runtime refuses '{model}'",
+            remedy="check the model with `onnx.checker`, or export it again",
+        ).in_place_of(Exception, words=line_of):
             self._session = import_onnxruntime().InferenceSession(source, settings, providers=providers)
-        except Exception as error:
-            # onnxruntime raises errors of unrelated types.
-            raise ModelError(
-                f"E0918 ONNX Runtime refuses '{model}'",
-                evidence=str(error).splitlines()[0][:400],
-                remedy="check the model with `onnx.checker`, or export it again",
-            ) from error
         inputs, outputs = self._session.get_inputs(), self._session.get_outputs()
         self.input_names: tuple[str, ...] = tuple(value.name for value in inputs)
         self.output_names: tuple[str, ...] = tuple(value.name for value in outputs)

@@ -43,7 +43,7 @@ def deployed(finished: RunResult, tmp_path_factory: pytest.TempPathFactory) -> D
     engines = serde.read(EngineSet, finished.directory / "engines.json").engines
     path = next(engine.path for engine in engines if engine.plan == "fp8-all")
     columns = make_columns()
-    rule = SplitRule("hash", 0.2, 0.3, 0.5, "request", 0)
+    rule = SplitRule(0.2, 0.3, 0.5, "request", 0)
     whole = finished.directory.parents[1] / "rows.parquet"
     chosen = split_file(whole, rule, (), ("request",)).certification.selection
     keep = chosen.mask(columns["request"])  # type: ignore[union-attr]

@@ -14,7 +14,7 @@ from loka_onnx.core.plan import Climbs
 from loka_onnx.core.profile import Profile
 from loka_onnx.operations.drift.run import open_run
 from loka_onnx.pipeline.run import RunOptions, RunResult, Stage, run
-from loka_onnx.runtime import Cause, load, selection
+from loka_onnx.runtime import Cause, load, loading
 from loka_onnx.sessions.host_devices import integer_instructions
 
 pytestmark = [
@@ -72,7 +72,7 @@ def test_a_fleet_host_loads_it_where_it_has_the_instructions(finished, monkeypat
     engine = load(result.bundle)
     assert engine.skipped == ()
     answers = engine.infer(inputs)
-    monkeypatch.setattr(selection, "integer_instructions", tuple)
+    monkeypatch.setattr(loading, "integer_instructions", tuple)
     fallback = load(result.bundle)
     (skipped,) = fallback.skipped
     assert skipped.cause is Cause.DEVICE

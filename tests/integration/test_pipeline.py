@@ -68,7 +68,7 @@ def test_lineage_holds_for_every_file(finished):
 
 def certification_columns(directory: Path) -> dict[str, np.ndarray]:
     names = (*(f"d{i}" for i in range(WIDTH)), "item_id", "clicked", "bought", "amount", "importance")
-    rule = SplitRule("hash", 0.2, 0.3, 0.5, "request", 0)
+    rule = SplitRule(0.2, 0.3, 0.5, "request", 0)
     split = split_file(directory.parents[1] / "rows.parquet", rule, (), names).certification
     batches = [batch.columns for batch in split.batches(1000)]
     return {name: np.concatenate([batch[name] for batch in batches]) for name in names}

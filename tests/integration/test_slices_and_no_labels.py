@@ -87,7 +87,7 @@ FIRST_ATTEMPT = 0.8 * 0.05
 
 def certification(run: Unlabelled) -> dict[str, np.ndarray]:
     names = (*(f"d{i}" for i in range(WIDTH)), "item_id", "importance", "request", "country", "shop")
-    rule = SplitRule("hash", 0.2, 0.3, 0.5, "request", 0)
+    rule = SplitRule(0.2, 0.3, 0.5, "request", 0)
     path = run.place.path / "rows.parquet"
     batches = split_file(path, rule, (), names, ("country", "shop")).certification.batches(ROWS)
     return dict(next(batches).columns)

@@ -95,17 +95,14 @@ def as_directory(bundle: Path) -> Iterator[Path]:
         yield bundle
         return
     with _opened(bundle) as opened, contextlib.ExitStack() as stack:
-        try:
+        with OutputError(
+            f"E1201 cannot unpack '{bundle}'",
+            remedy="set TMPDIR to a place with room, or unpack it with `loka-onnx bundle unpack`",
+        ).in_place_of(OSError):
             temporary = tempfile.TemporaryDirectory(prefix="loka-onnx-")
             directory = Path(stack.enter_context(temporary)) / "bundle"
             directory.mkdir()
             _extract(opened, directory)
-        except OSError as error:
-            raise OutputError(
-                f"E1201 cannot unpack '{bundle}'",
-                evidence=str(error),
-                remedy="set TMPDIR to a place with room, or unpack it with `loka-onnx bundle unpack`",
-            ) from error
         yield directory
 
 

@@ -101,23 +101,21 @@ def in_the_way(destination: Path, evidence: str) -> OutputError:
 def _stage(destination: Path) -> Iterator[Path]:
     """Yield a new locked directory beside `destination`; removed at the end with its contents."""
     prefix = f".{destination.name}.staged-"
-    with contextlib.ExitStack() as stack:
-        try:
-            destination.parent.mkdir(parents=True, exist_ok=True)
-            # The parent stays locked until the stage is, so that no other writer takes it for a leftover.
-            with _locked(destination.parent):
-                _remove_leftovers(destination, prefix)
-                stage = Path(tempfile.mkdtemp(dir=destination.parent, prefix=prefix))
-                stack.enter_context(_locked(stage))
-            # After an exchange, this is the old directory.
-            stack.callback(shutil.rmtree, stage, ignore_errors=True)
-            yield stage
-        except OSError as error:
-            raise OutputError(
-                f"E1205 cannot write '{destination}'",
-                evidence=str(error),
-                remedy="choose a place that can be written and has room",
-            ) from error
+    with (
+        contextlib.ExitStack() as stack,
+        OutputError(
+            f"E1205 cannot write '{destination}'", remedy="choose a place that can be written and has room"
+        ).in_place_of(OSError),
+    ):
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        # The parent stays locked until the stage is, so that no other writer takes it for a leftover.
+        with _locked(destination.parent):
+            _remove_leftovers(destination, prefix)
+            stage = Path(tempfile.mkdtemp(dir=destination.parent, prefix=prefix))
+            stack.enter_context(_locked(stage))
+        # After an exchange, this is the old directory.
+        stack.callback(shutil.rmtree, stage, ignore_errors=True)
+        yield stage
 
 
 def move_into_place(stage: Path, destination: Path) -> None:

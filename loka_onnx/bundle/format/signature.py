@@ -156,11 +156,8 @@ def read_public_key(path: Path) -> Ed25519PublicKey:
 
 def read_key_file(path: Path) -> bytes:
     """Read a key file; `ConfigError` if it cannot be read or is too large for a key."""
-    try:
-        with path.open("rb") as stream:
-            data = stream.read(MAX_KEY_BYTES + 1)
-    except OSError as error:
-        raise ConfigError(f"E1210 key '{path}' cannot be read", evidence=str(error)) from error
+    with ConfigError(f"E1210 key '{path}' cannot be read").in_place_of(OSError), path.open("rb") as stream:
+        data = stream.read(MAX_KEY_BYTES + 1)
     if len(data) > MAX_KEY_BYTES:
         raise ConfigError(f"E1211 '{path}' is not a key", evidence=f"it has more than {MAX_KEY_BYTES} bytes")
     return data
@@ -173,11 +170,7 @@ def fingerprint(key: Ed25519PublicKey) -> str:
 
 def require_cryptography() -> None:
     """Raise `MissingPackage` where signatures cannot be made or checked."""
-    try:
+    with MissingPackage(
+        "E1212 signatures need the package 'cryptography'", remedy="pip install 'loka-onnx[sign]'"
+    ).in_place_of(ImportError):
         import cryptography.hazmat.primitives.asymmetric.ed25519  # noqa: F401
-    except ImportError as error:
-        raise MissingPackage(
-            "E1212 signatures need the package 'cryptography'",
-            evidence=str(error),
-            remedy="pip install 'loka-onnx[sign]'",
-        ) from error

@@ -55,19 +55,20 @@ class Store:
 
     def __init__(self, url: str, options: TransferOptions | None) -> None:
         self.url, self.options = url, options or TransferOptions()
-        try:
+        with (
+            MissingPackage(
+                f"E1259 '{url}' needs a package that is not installed",
+                remedy="pip install 'loka-onnx[registry]', s3fs for s3://, gcsfs for gs://, adlfs for az://",
+            ).in_place_of(ImportError),
+            UserError(
+                f"E1260 '{url}' cannot be opened",
+                remedy="give a URL that fsspec knows, like s3://, gs://, az:// or file://",
+            ).in_place_of(ValueError, TypeError, OSError, words=lambda error: printable(str(error))),
+        ):
             import fsspec.core
             from fsspec.implementations.local import LocalFileSystem
 
             self._fs, root = fsspec.core.url_to_fs(url, **self.options.storage)
-        except ImportError as error:
-            remedy = "pip install 'loka-onnx[registry]', s3fs for s3://, gcsfs for gs://, adlfs for az://"
-            what = f"'{url}' needs a package that is not installed"
-            raise MissingPackage(f"E1259 {what}", evidence=str(error), remedy=remedy) from error
-        except (ValueError, TypeError, OSError) as error:
-            remedy = "give a URL that fsspec knows, like s3://, gs://, az:// or file://"
-            what = f"'{url}' cannot be opened"
-            raise UserError(f"E1260 {what}", evidence=printable(str(error)), remedy=remedy) from error
         self._root = str(root).rstrip("/")
         self._is_local = isinstance(self._fs, LocalFileSystem)
 

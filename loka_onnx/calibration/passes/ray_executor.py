@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 from loka_onnx.calibration.passes.executors import BatchResult, BatchWork, Executor, Span
 from loka_onnx.data import Batch, Dataset
-from loka_onnx.errors import CalibrationError, ConfigError, LokaError, MissingPackage
+from loka_onnx.errors import CalibrationError, ConfigError, LokaError, MissingPackage, line_of
 
 R = TypeVar("R")
 
@@ -107,7 +107,7 @@ class RayExecutor(Executor):
                 f"E0517 no Ray cluster answers at '{self.address}'"
                 if self.address
                 else "E0518 a Ray cluster cannot be started on this machine",
-                evidence=_line(error, 0),
+                evidence=line_of(error),
                 remedy="correct `calibration.ray_address`, or measure here with `--executor local`",
             ) from error
         self._is_ours = True
@@ -124,14 +124,14 @@ class RayExecutor(Executor):
             if isinstance(cause, errors.RayError):
                 raise CalibrationError(
                     "E0509 a worker of the Ray cluster cannot read the work that it is sent",
-                    evidence=_line(cause, -1),
+                    evidence=line_of(cause, -1),
                     remedy="install the same versions of Python and of loka-onnx on every machine",
                 ) from error
             raise
         except errors.RayError as error:
             raise CalibrationError(
                 f"E0510 the Ray cluster cannot run rows {span.start} to {span.stop}: its workers keep dying",
-                evidence=f"{_line(error, 0)} ({type(error).__name__}, after {RETRIES} retries)",
+                evidence=f"{line_of(error)} ({type(error).__name__}, after {RETRIES} retries)",
                 remedy="look at `ray status` and the kernel's log of killed processes: a worker needs memory "
                 "for a batch of activations; a smaller `calibration.batch_size` or fewer workers a machine "
                 "need less",
@@ -140,15 +140,12 @@ class RayExecutor(Executor):
 
 
 def _import_ray() -> Any:
-    try:
+    with MissingPackage(
+        "E0511 Ray is not installed",
+        remedy="pip install 'loka-onnx[ray]', or measure here with `--executor local`",
+    ).in_place_of(ImportError):
         import ray
         import ray.exceptions
-    except ImportError as error:
-        raise MissingPackage(
-            "E0511 Ray is not installed",
-            evidence=str(error),
-            remedy="pip install 'loka-onnx[ray]', or measure here with `--executor local`",
-        ) from error
     return ray
 
 
@@ -157,10 +154,6 @@ def _check_reachable(address: str) -> None:
     host, _, port = address.rpartition(":")
     if port.isdecimal():
         socket.create_connection((host, int(port)), timeout=10.0).close()
-
-
-def _line(error: BaseException, index: int) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[index].strip()[:400]
 
 
 _opened: dict[str, Callable[[Batch], Any]] = {}

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from loka_onnx.core.digests import digest_file
-from loka_onnx.errors import EngineError, MissingPackage, ModelError
+from loka_onnx.errors import EngineError, MissingPackage, ModelError, line_of
 
 GPU, REFERENCE = "gpu", "ref"
 PROBLEM_CACHE = "MIGRAPHX_PROBLEM_CACHE"
@@ -39,12 +39,8 @@ INSTALL = "install ROCm with its package `migraphx`"
 
 def import_migraphx() -> Any:
     """Import `migraphx`; a `MissingPackage` where it is not installed, or an empty placeholder."""
-    try:
+    with MissingPackage("E0839 MIGraphX is not installed", remedy=INSTALL).in_place_of(ImportError, OSError):
         module = importlib.import_module("migraphx")
-    except (ImportError, OSError) as error:
-        raise MissingPackage(
-            "E0839 MIGraphX is not installed", evidence=str(error), remedy=INSTALL
-        ) from error
     if not hasattr(module, "parse_onnx"):
         raise MissingPackage(
             "E0840 MIGraphX is not installed",
@@ -79,7 +75,7 @@ def why_no_target(migraphx: Any, target: str) -> str:
     try:
         migraphx.get_target(target)
     except RuntimeError as error:
-        return f"MIGraphX has no target '{target}': {_first_line(error)}"
+        return f"MIGraphX has no target '{target}': {line_of(error)}"
     return ""
 
 
@@ -93,17 +89,14 @@ def parse_onnx(migraphx: Any, model: Path, dims: Mapping[str, Sequence[int]]) ->
     options: dict[str, Any] = {}
     if DEBUG_SYMBOLS in (migraphx.parse_onnx.__doc__ or ""):
         options[DEBUG_SYMBOLS] = True
-    try:
+    with ModelError(
+        "E0841 MIGraphX refuses the model",
+        where=str(model),
+        remedy="keep the site in the base precision, or choose another backend",
+    ).in_place_of(RuntimeError, words=line_of):
         return migraphx.parse_onnx(
             os.fspath(model), map_input_dims={name: list(shape) for name, shape in dims.items()}, **options
         )
-    except RuntimeError as error:
-        raise ModelError(
-            "E0841 MIGraphX refuses the model",
-            where=str(model),
-            evidence=_first_line(error),
-            remedy="keep the site in the base precision, or choose another backend",
-        ) from error
 
 
 def reread_float8(migraphx: Any, program: Any) -> Any:
@@ -167,20 +160,17 @@ def compile_program(
     migraphx: Any, program: Any, target: str, *, exhaustive_tune: bool = False, fast_math: bool = True
 ) -> None:
     """Compile a program in place; target ``gpu`` requires a GPU here. A failure is an `EngineError`."""
-    try:
+    with EngineError(
+        "E0844 MIGraphX could not compile the program",
+        where=f"target '{target}'",
+        remedy="the log of the build has every message",
+    ).in_place_of(RuntimeError, words=line_of):
         program.compile(
             migraphx.get_target(target),
             offload_copy=True,
             fast_math=fast_math,
             exhaustive_tune=exhaustive_tune,
         )
-    except RuntimeError as error:
-        raise EngineError(
-            "E0844 MIGraphX could not compile the program",
-            where=f"target '{target}'",
-            evidence=_first_line(error),
-            remedy="the log of the build has every message",
-        ) from error
 
 
 def save_program(migraphx: Any, program: Any, path: Path) -> None:
@@ -190,15 +180,12 @@ def save_program(migraphx: Any, program: Any, path: Path) -> None:
 
 def load_program(migraphx: Any, path: Path) -> Any:
     """Read a compiled program; an `EngineError` where MIGraphX does not load it."""
-    try:
+    with EngineError(
+        "E0845 MIGraphX does not load the program",
+        where=str(path),
+        remedy="build it again: a program belongs to one version of MIGraphX and one GPU architecture",
+    ).in_place_of(RuntimeError, words=line_of):
         program = migraphx.load(os.fspath(path))
-    except RuntimeError as error:
-        raise EngineError(
-            "E0845 MIGraphX does not load the program",
-            where=str(path),
-            evidence=_first_line(error),
-            remedy="build it again: a program belongs to one version of MIGraphX and one GPU architecture",
-        ) from error
     if not program.is_compiled():
         raise EngineError(
             "E0846 the program was never compiled", where=str(path), remedy="build the engine again"
@@ -225,11 +212,6 @@ def run_program(
     try:
         return [np.array(result) for result in program.run(arguments)]
     except RuntimeError as error:
-        raise EngineError("E0847 MIGraphX failed on a batch", evidence=_first_line(error)) from error
+        raise EngineError("E0847 MIGraphX failed on a batch", evidence=line_of(error)) from error
     finally:
         del arguments, held
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0][:400] if lines else type(error).__name__

@@ -83,15 +83,10 @@ class MigraphxEngine:
 
 def read_engine(path: Path) -> MigraphxEngine:
     """Read the manifest of an engine; an `EngineError` where it is none or names a file elsewhere."""
-    try:
+    with EngineError(
+        "E0858 this is no engine of MIGraphX", where=str(path), remedy="build it again"
+    ).in_place_of(UserError):
         engine = serde.read(MigraphxEngine, path)
-    except UserError as error:
-        raise EngineError(
-            "E0858 this is no engine of MIGraphX",
-            where=str(path),
-            evidence=str(error),
-            remedy="build it again",
-        ) from error
     for program in engine.programs:
         if Path(program.file).name != program.file or program.file in {"", ".", ".."}:
             raise EngineError(

@@ -108,10 +108,8 @@ def read_layers(trt: Any, engine: Any, stream: int) -> tuple[EngineLayer, ...]:
 
 def parse_layers(text: str) -> tuple[EngineLayer, ...]:
     """Parse the JSON of `get_engine_information`; an `EngineError` for another form, or names only."""
-    try:
+    with EngineError("E0899 the engine inspector does not speak JSON").in_place_of(json.JSONDecodeError):
         document = json.loads(text, strict=False)
-    except json.JSONDecodeError as error:
-        raise EngineError("E0899 the engine inspector does not speak JSON", evidence=str(error)) from error
     layers = document.get("Layers") if isinstance(document, dict) else None
     if not isinstance(layers, list):
         raise EngineError(

@@ -44,10 +44,8 @@ def read_run(path: Path) -> ReadRun:
             evidence=f"it has no '{JSON_NAME}'" if path.is_dir() else "there is no such file",
             remedy="name a run directory or a report.json; `loka-onnx report RUN.yaml` writes one",
         )
-    try:
+    with UserError("E1611 cannot read the report", where=str(file)).in_place_of(OSError, UnicodeDecodeError):
         text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError("E1611 cannot read the report", where=str(file), evidence=str(error)) from error
     _refuse_others(file, text)
     record = file.parent / RECORD
     return ReadRun(

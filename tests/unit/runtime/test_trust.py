@@ -17,7 +17,7 @@ from loka_onnx.core.manifest import EngineEntry
 from loka_onnx.engines.tensorrt import spec as tensorrt
 from loka_onnx.errors import BundleInvalid, EngineError
 from loka_onnx.runtime import Cause, Skipped, load, loading
-from loka_onnx.runtime.selection import obstacle
+from loka_onnx.runtime.loading import obstacle
 from loka_onnx.sessions.runner import Arrays, Runner
 
 

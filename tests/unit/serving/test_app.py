@@ -14,8 +14,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from loka_onnx.errors import EngineError
 from loka_onnx.runtime import Engine
-from loka_onnx.serving import app as app_module
-from loka_onnx.serving.app import Limits, make_app
+from loka_onnx.serving import server
+from loka_onnx.serving.server import Limits, make_app
 
 INFER = "/v2/models/ranker/infer"
 ROW = [0.5] * 16
@@ -181,7 +181,7 @@ def test_an_engine_that_fails_is_our_mistake_and_is_tested_again(engine, monkeyp
             refused = client.infer(request())
             assert refused.status_code == 503 and refused.headers["retry-after"] == "1"
             assert client.get("/v2/health/live").status_code == 200
-        monkeypatch.setattr(app_module, "HEALTH_SECONDS", 0.0)
+        monkeypatch.setattr(server, "HEALTH_SECONDS", 0.0)
         assert client.infer(request()).status_code == 200
     assert "a request failed: the device is gone" in caplog.text
 
@@ -235,7 +235,7 @@ def test_bodies_that_are_held_are_bounded(engine, monkeypatch):
 
 
 def test_a_probe_does_not_wait_behind_requests(engine, monkeypatch):
-    monkeypatch.setattr(app_module, "HEALTH_SECONDS", 0.0)
+    monkeypatch.setattr(server, "HEALTH_SECONDS", 0.0)
     found = []
     with client_of(engine, threads=1) as client, held(engine, monkeypatch) as go:
 
@@ -277,6 +277,6 @@ def test_a_self_test_counts_for_a_while(engine, monkeypatch):
         for _ in range(5):
             assert client.get("/v2/health/ready").status_code == 200
         assert len(tests) == 1
-        monkeypatch.setattr(app_module, "HEALTH_SECONDS", 0.0)
+        monkeypatch.setattr(server, "HEALTH_SECONDS", 0.0)
         client.get("/v2/health/ready")
         assert len(tests) == 2

@@ -15,8 +15,7 @@ import pytest
 import uvicorn
 
 from loka_onnx.runtime import Engine
-from loka_onnx.serving.app import Limits, make_app
-from loka_onnx.serving.server import make_server
+from loka_onnx.serving.server import Limits, make_app, make_server
 
 MIB = 1 << 20
 
