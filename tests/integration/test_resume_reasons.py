@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from synthetic_runs import Command, Workplace
 
 from loka_onnx.pipeline.directory import MOST_READ, Outcome, changes, readable
@@ -26,6 +27,7 @@ def test_a_changed_budget_plans_again_from_the_profile(copied: Workplace):
     assert not any(outcome.because for outcome in ended.values() if outcome.reused)
 
 
+@pytest.mark.slow
 def test_the_terminal_names_the_key(copied: Workplace, command: Command):
     done = command("plan", copied.run_file, "--set", "calibration.batch_size=256")
     (line,) = (line for line in done.err.splitlines() if line.startswith("✓ calibrate "))

@@ -80,7 +80,11 @@ class Place:
         return [path.name for path in self.folder.iterdir() if path != self.path]
 
 
-@pytest.fixture(params=["write", "write signed", "pack", "unpack", "sign", "push", "pull"])
+JOBS = ("write", "write signed", "pack", "unpack", "sign")
+SLOW = [pytest.param(job, marks=pytest.mark.slow) for job in ("push", "pull")]
+
+
+@pytest.fixture(params=[*JOBS, *SLOW])
 def place(request: pytest.FixtureRequest, sample: SampleRun, fewer: BundleContents, tmp_path: Path) -> Place:
     root = tmp_path / "deploy"
     key = write_key_pair(tmp_path / "keys").private

@@ -137,6 +137,7 @@ def held_throughout(found: list[list[RatioMoments]], how) -> float:
     return float(np.mean([all(how(m).lower <= 0.5 <= how(m).upper for m in path) for path in found]))
 
 
+@pytest.mark.slow
 def test_the_anytime_interval_holds_at_all_of_fifty_looks_and_the_fixed_one_does_not():
     looks = [round(100 * 1.1**k) for k in range(50)]
     found = paths("rows", 400, looks)

@@ -123,6 +123,7 @@ def test_integers_against_int64(format, zero_point, scale, write_model):
     np.testing.assert_array_equal(through(bounded, x[inside]), want[inside])
 
 
+@pytest.mark.slow
 def test_bfloat16_over_every_mantissa(write_model):
     model = GraphModel.load(write_model(IDENTITY))
     model.make_output(model.outputs[0], round_to_bfloat16(model, model.inputs[0], "r"))

@@ -156,7 +156,9 @@ SAMPLES: dict[str, tuple[Callable[[Path], bytes], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", SAMPLES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.slow] * (case == "gigabytes")) for case in SAMPLES]
+)
 def test_a_sample_of_no_arrays_is_refused_with_a_reason_in_one_line(bundle, case):
     make, said = SAMPLES[case]
     put(bundle, "sample.npz", make(bundle))

@@ -43,7 +43,7 @@ print(json.dumps({{
 """
 
 
-@pytest.mark.parametrize("form", ["directory", "file"])
+@pytest.mark.parametrize("form", ["directory", pytest.param("file", marks=pytest.mark.slow)])
 def test_a_bundle_of_onnx_runtime_is_served(sample: SampleRun, tmp_path: Path, form: str) -> None:
     place = write_bundle(sample.contents, tmp_path / "bundle")
     if form == "file":

@@ -93,6 +93,7 @@ def test_a_single_file_serves_and_leaves_nothing_behind(bundle, tmp_path, tempor
     assert list(temporary.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_single_file_leaves_nothing_when_it_does_not_load_or_is_forgotten(bundle, tmp_path, temporary):
     archive = pack_bundle(bundle, tmp_path / "bundle.loka")
     with pytest.raises(EngineError, match="no engine of the bundle runs here"):
