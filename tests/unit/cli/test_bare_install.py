@@ -1,15 +1,29 @@
-"""What works without any optional package, and what `import loka_onnx` costs."""
+"""The command's surface on any host: bare installs, poor hosts, schemas and completion."""
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
+import jsonschema
 import pytest
+from rich_run import rich
+from sample_run import SampleRun
 
 import loka_onnx
+from loka_onnx.cli import main as cli
+from loka_onnx.cli.main import main
+from loka_onnx.cli.schema import Document, schema_text
+from loka_onnx.core import serde
+from loka_onnx.errors import OutputError
+from loka_onnx.graph.storage import replacing
 
 HEAVY = (
     "torch", "triton", "onnxruntime", "tensorrt_rtx", "tensorrt", "recbole", "safetensors", "onnxscript",
@@ -124,3 +138,153 @@ def test_public_names_shadow_no_package() -> None:
 def test_unknown_name() -> None:
     with pytest.raises(AttributeError, match="module 'loka_onnx' has no attribute 'quantise'"):
         _ = loka_onnx.quantise
+
+
+COMMAND = [sys.executable, "-c", "from loka_onnx.cli import command; command()"]
+
+
+@pytest.mark.slow
+def test_an_output_that_is_full_is_an_error_and_no_traceback() -> None:
+    for arguments in (["--version"], ["schema", "run"]):
+        with Path("/dev/full").open("w") as full:
+            done = subprocess.run(
+                [*COMMAND, *arguments], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+            )
+        assert done.returncode == 1
+        assert done.stderr.startswith("error: ")
+        assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("delay", [0.05, 0.15, 0.4])
+def test_ctrl_c_while_modules_are_imported_leaves_no_traceback(delay: float, tmp_path: Path) -> None:
+    started = tmp_path / "started"
+    code = f"from loka_onnx.cli import command; open({str(started)!r}, 'w').close(); command()"
+    process = subprocess.Popen([sys.executable, "-c", code, "doctor"], stderr=subprocess.PIPE, text=True)
+    while not started.exists():
+        time.sleep(0.005)
+    time.sleep(delay)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode in {-signal.SIGINT, 130}
+    assert "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError("12 GB"),
+        RuntimeError("can't start new thread"),
+        OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),
+        OSError(errno.EAGAIN, os.strerror(errno.EAGAIN)),
+        OSError(errno.EMFILE, os.strerror(errno.EMFILE)),
+    ],
+    ids=str,
+)
+def test_what_the_host_ran_out_of_is_told_as_itself(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def failing(*arguments: object, **named: object) -> None:
+        raise error
+
+    monkeypatch.setattr(cli, "app", failing)
+    handler = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["doctor"])
+    signal.signal(signal.SIGTERM, handler)
+    said = capsys.readouterr().err
+    assert ended.value.code == 1
+    assert "Traceback" not in said and "please report" not in said and str(error) in said
+
+
+def test_a_disk_that_is_full_while_a_model_is_written_is_an_error_of_the_place(tmp_path: Path) -> None:
+    (tmp_path / ".model.onnx.unfinished").symlink_to("/dev/full")
+    with pytest.raises(OutputError), replacing(tmp_path / "model.onnx") as stream:
+        stream.write(bytes(1 << 20))
+    assert list(tmp_path.iterdir()) == []
+
+
+DOCS = Path(__file__).parents[3] / "docs"
+
+
+def printed(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("document", ["profile", "report", "run-comparison"])
+def test_the_published_schema_is_current(document: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Write it anew with `loka-onnx schema profile > docs/profile-schema.json`, and likewise the others."""
+    text = printed(["schema", document], capsys)
+    assert text == (DOCS / f"{document}-schema.json").read_text()
+    jsonschema.Draft202012Validator.check_schema(json.loads(text))
+
+
+def test_the_run_file_is_what_is_asked_for_without_a_word(capsys: pytest.CaptureFixture[str]) -> None:
+    assert printed(["schema"], capsys) == printed(["schema", "run"], capsys)
+
+
+def test_a_profile_fits_its_schema_and_nothing_strange_does(sample: SampleRun) -> None:
+    schema = jsonschema.Draft202012Validator(json.loads(schema_text(Document.PROFILE)))
+    profile = serde.dumps(rich(sample.report, sequential=True).profile)
+    schema.validate(json.loads(profile))
+
+    def broken(change: Any) -> dict[str, Any]:
+        other = json.loads(profile)
+        change(other)
+        return other
+
+    for change in (
+        lambda d: d.update(schema="loka-onnx/profile/2"),
+        lambda d: d["value"].pop("rows"),
+        lambda d: d["value"].update(colour="red"),
+        lambda d: d["value"]["sampling"].update(looks="often"),
+        lambda d: d["value"]["groups"][0]["sensitivities"][0].pop("kl_moments"),
+        lambda d: d["value"]["scales"]["e4m3fn/amax"].update(dense="large"),
+        lambda d: d["value"]["sites"][0]["operands"]["dense"]["histogram"].update(counts=[0.5]),
+        lambda d: d["value"]["sites"][0]["errors"][0].update(noise="much"),
+    ):
+        assert not schema.is_valid(broken(change))
+
+
+Capture = pytest.CaptureFixture[str]
+
+
+def offered(line: str, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> list[str]:
+    """What bash is offered for the last word of a line."""
+    words = line.split(" ")
+    monkeypatch.setenv("_LOKA_ONNX_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", "\n".join(words))
+    monkeypatch.setenv("COMP_CWORD", str(len(words) - 1))
+    with pytest.raises(SystemExit) as ended:
+        main([])
+    assert ended.value.code == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    return captured.out.split()
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("loka-onnx cali", {"calibrate"}),
+        ("loka-onnx bundle pu", {"push", "pull"}),
+        ("loka-onnx run --re", {"--resume", "--require-fp8"}),
+        ("loka-onnx --lo", {"--log"}),
+        ("loka-onnx --log ", {"text", "json"}),
+        ("loka-onnx calibrate --executor r", {"ray"}),
+        # The shell's own business: files.
+        ("loka-onnx run R", set()),
+    ],
+)
+def test_what_is_offered(
+    line: str, expected: set[str], monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    assert set(offered(line, monkeypatch, capsys)) == expected
+
+
+def test_a_log_in_json_does_not_reach_the_shell(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    monkeypatch.setenv("LOKA_ONNX_LOG", "json")
+    assert offered("loka-onnx cali", monkeypatch, capsys) == ["calibrate"]
