@@ -15,7 +15,6 @@ from typing import Any
 import jsonschema
 import pytest
 from rich_run import rich
-from sample_run import SampleRun
 
 import loka_onnx
 from loka_onnx.cli import main as cli
@@ -63,7 +62,7 @@ def bare(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-def test_every_module_imports() -> None:
+def test_every_module_imports():
     done = python(BLOCK + IMPORT_ALL)
     assert done.returncode == 0, done.stderr
     failed = json.loads(done.stdout)
@@ -74,7 +73,7 @@ def test_every_module_imports() -> None:
 
 
 @pytest.mark.slow
-def test_doctor_says_what_is_missing() -> None:
+def test_doctor_says_what_is_missing():
     done = bare("doctor")
     assert (done.returncode, done.stderr) == (0, "")
     lines = [line.strip() for line in done.stdout.splitlines()]
@@ -86,7 +85,7 @@ def test_doctor_says_what_is_missing() -> None:
 
 
 @pytest.mark.slow
-def test_doctor_in_json() -> None:
+def test_doctor_in_json():
     done = bare("doctor", "--json")
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
@@ -96,14 +95,14 @@ def test_doctor_in_json() -> None:
 
 
 @pytest.mark.slow
-def test_other_verbs_that_need_nothing() -> None:
+def test_other_verbs_that_need_nothing():
     assert json.loads(bare("schema").stdout)["title"] == "loka-onnx run file"
     assert bare("--version").stdout == f"loka-onnx {loka_onnx.__version__}\n"
     assert "evaluate" in bare("--help").stdout
 
 
 @pytest.mark.slow
-def test_the_demo_says_what_it_needs(tmp_path: Path) -> None:
+def test_the_demo_says_what_it_needs(tmp_path):
     done = bare("demo", "--output", str(tmp_path / "runs" / "demo"))
     assert done.returncode == 2
     assert done.stderr.startswith("error: PyTorch is not installed\n")
@@ -111,7 +110,7 @@ def test_the_demo_says_what_it_needs(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_import_is_light() -> None:
+def test_import_is_light():
     done = python(
         "import sys, loka_onnx; dir(loka_onnx); print(*sorted({n.partition('.')[0] for n in sys.modules}))"
     )
@@ -122,20 +121,20 @@ def test_import_is_light() -> None:
 
 
 @pytest.mark.parametrize("name", loka_onnx.__all__)
-def test_public_names_resolve(name: str) -> None:
+def test_public_names_resolve(name):
     value = getattr(loka_onnx, name)
     assert value.__name__ == name
     assert value.__doc__
 
 
-def test_public_names_shadow_no_package() -> None:
+def test_public_names_shadow_no_package():
     packages = {path.name.removesuffix(".py") for path in Path(loka_onnx.__path__[0]).iterdir()}
     assert not packages & set(loka_onnx.__all__)
     assert set(loka_onnx.__all__) == set(loka_onnx._MODULES)
     assert set(loka_onnx.__all__) <= set(dir(loka_onnx))
 
 
-def test_unknown_name() -> None:
+def test_unknown_name():
     with pytest.raises(AttributeError, match="module 'loka_onnx' has no attribute 'quantise'"):
         _ = loka_onnx.quantise
 
@@ -144,7 +143,7 @@ COMMAND = [sys.executable, "-c", "from loka_onnx.cli import command; command()"]
 
 
 @pytest.mark.slow
-def test_an_output_that_is_full_is_an_error_and_no_traceback() -> None:
+def test_an_output_that_is_full_is_an_error_and_no_traceback():
     for arguments in (["--version"], ["schema", "run"]):
         with Path("/dev/full").open("w") as full:
             done = subprocess.run(
@@ -157,7 +156,7 @@ def test_an_output_that_is_full_is_an_error_and_no_traceback() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("delay", [0.05, 0.15, 0.4])
-def test_ctrl_c_while_modules_are_imported_leaves_no_traceback(delay: float, tmp_path: Path) -> None:
+def test_ctrl_c_while_modules_are_imported_leaves_no_traceback(delay, tmp_path):
     started = tmp_path / "started"
     code = f"from loka_onnx.cli import command; open({str(started)!r}, 'w').close(); command()"
     process = subprocess.Popen([sys.executable, "-c", code, "doctor"], stderr=subprocess.PIPE, text=True)
@@ -181,9 +180,7 @@ def test_ctrl_c_while_modules_are_imported_leaves_no_traceback(delay: float, tmp
     ],
     ids=str,
 )
-def test_what_the_host_ran_out_of_is_told_as_itself(
-    error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_the_host_ran_out_of_is_told_as_itself(error, monkeypatch, capsys):
     def failing(*arguments: object, **named: object) -> None:
         raise error
 
@@ -197,7 +194,7 @@ def test_what_the_host_ran_out_of_is_told_as_itself(
     assert "Traceback" not in said and "please report" not in said and str(error) in said
 
 
-def test_a_disk_that_is_full_while_a_model_is_written_is_an_error_of_the_place(tmp_path: Path) -> None:
+def test_a_disk_that_is_full_while_a_model_is_written_is_an_error_of_the_place(tmp_path):
     (tmp_path / ".model.onnx.unfinished").symlink_to("/dev/full")
     with pytest.raises(OutputError), replacing(tmp_path / "model.onnx") as stream:
         stream.write(bytes(1 << 20))
@@ -215,18 +212,18 @@ def printed(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 
 
 @pytest.mark.parametrize("document", ["profile", "report", "run-comparison"])
-def test_the_published_schema_is_current(document: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_published_schema_is_current(document, capsys):
     """Write it anew with `loka-onnx schema profile > docs/profile-schema.json`, and likewise the others."""
     text = printed(["schema", document], capsys)
     assert text == (DOCS / f"{document}-schema.json").read_text()
     jsonschema.Draft202012Validator.check_schema(json.loads(text))
 
 
-def test_the_run_file_is_what_is_asked_for_without_a_word(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_run_file_is_what_is_asked_for_without_a_word(capsys):
     assert printed(["schema"], capsys) == printed(["schema", "run"], capsys)
 
 
-def test_a_profile_fits_its_schema_and_nothing_strange_does(sample: SampleRun) -> None:
+def test_a_profile_fits_its_schema_and_nothing_strange_does(sample):
     schema = jsonschema.Draft202012Validator(json.loads(schema_text(Document.PROFILE)))
     profile = serde.dumps(rich(sample.report, sequential=True).profile)
     schema.validate(json.loads(profile))
@@ -279,12 +276,10 @@ def offered(line: str, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> list
         ("loka-onnx run R", set()),
     ],
 )
-def test_what_is_offered(
-    line: str, expected: set[str], monkeypatch: pytest.MonkeyPatch, capsys: Capture
-) -> None:
+def test_what_is_offered(line, expected, monkeypatch, capsys):
     assert set(offered(line, monkeypatch, capsys)) == expected
 
 
-def test_a_log_in_json_does_not_reach_the_shell(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+def test_a_log_in_json_does_not_reach_the_shell(monkeypatch, capsys):
     monkeypatch.setenv("LOKA_ONNX_LOG", "json")
     assert offered("loka-onnx cali", monkeypatch, capsys) == ["calibrate"]

@@ -10,7 +10,6 @@ import os
 import subprocess
 import sys
 import warnings
-from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -18,7 +17,7 @@ import pytest
 from changed_run import with_outputs
 from decided_run import DELTA, HARM, OVER_BF16, ROUTED, decided, routed
 from rich.console import Console
-from sample_run import DECLINED, SampleRun
+from sample_run import DECLINED
 
 from loka_onnx.cli import progress as module
 from loka_onnx.cli import progress as progress_module
@@ -56,22 +55,22 @@ def report(stream: io.StringIO, *, quiet: bool = False) -> str:
     return stream.getvalue()
 
 
-def test_a_pipe_gets_one_line_for_each_stage() -> None:
+def test_a_pipe_gets_one_line_for_each_stage():
     lines = "✓ calibrate      6.8 s\n✓ plan           reused\n✓ mods           < 0.1 s\n"
     assert report(io.StringIO()) == lines
 
 
-def test_quiet_says_nothing() -> None:
+def test_quiet_says_nothing():
     assert report(io.StringIO(), quiet=True) == report(Tty(), quiet=True) == ""
 
 
-def test_a_terminal_gets_the_lines_and_is_left_clean() -> None:
+def test_a_terminal_gets_the_lines_and_is_left_clean():
     text = report(Tty())
     assert "✓" in text and "calibrate      6.8 s" in text
     assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 1, "the cursor comes back"
 
 
-def test_a_terminal_shows_the_running_task() -> None:
+def test_a_terminal_shows_the_running_task():
     stream = Tty()
     with reporting(stream) as reporter:
         reporter.on_stage("evaluate", None)
@@ -81,7 +80,7 @@ def test_a_terminal_shows_the_running_task() -> None:
         assert "25%" in stream.getvalue()
 
 
-def test_the_clock_goes_on_after_the_last_unit() -> None:
+def test_the_clock_goes_on_after_the_last_unit():
     with reporting(Tty()) as reporter:
         reporter.on_stage("evaluate", None)
         reporter.progress("fp8-all", 12, 12)
@@ -89,7 +88,7 @@ def test_the_clock_goes_on_after_the_last_unit() -> None:
         assert not task.finished and task.percentage > 99.9
 
 
-def test_a_bar_does_not_outlive_an_error() -> None:
+def test_a_bar_does_not_outlive_an_error():
     stream = Tty()
     with pytest.raises(ValueError), reporting(stream) as reporter:
         reporter.on_stage("build", None)
@@ -97,7 +96,7 @@ def test_a_bar_does_not_outlive_an_error() -> None:
     assert stream.getvalue().endswith("\r\x1b[2K\x1b[?25h\r"), "the line is erased and the cursor is back"
 
 
-def test_a_pipe_hears_from_a_long_stage_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pipe_hears_from_a_long_stage_now_and_then(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
     stream = io.StringIO()
@@ -111,7 +110,7 @@ def test_a_pipe_hears_from_a_long_stage_now_and_then(monkeypatch: pytest.MonkeyP
     ]
 
 
-def test_a_stage_says_its_place_among_those_that_are_left() -> None:
+def test_a_stage_says_its_place_among_those_that_are_left():
     places = []
     with reporting(Tty()) as reporter:
 
@@ -145,13 +144,7 @@ def test_a_stage_says_its_place_among_those_that_are_left() -> None:
         (Tty, {"TERM": "dumb"}, True, False),
     ],
 )
-def test_who_gets_plain_lines_and_who_colour(
-    monkeypatch: pytest.MonkeyPatch,
-    kind: type[io.StringIO],
-    environment: dict[str, str],
-    plain: bool,
-    coloured: bool,
-) -> None:
+def test_who_gets_plain_lines_and_who_colour(monkeypatch, kind, environment, plain, coloured):
     for name in ("NO_COLOR", "FORCE_COLOR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TERM", "xterm-256color")
@@ -165,7 +158,7 @@ def test_who_gets_plain_lines_and_who_colour(
     assert stream.getvalue() == ("\x1b[32mwithin\x1b[0m\n" if coloured else "within\n")
 
 
-def test_pieces_of_work_are_one_task() -> None:
+def test_pieces_of_work_are_one_task():
     told: list[tuple[str, int, int]] = []
     joined = Joined(lambda task, done, total: told.append((task, done, total)), 25)
     joined("judge a", 4, 10)
@@ -202,7 +195,7 @@ def reported(*, quiet: bool = False) -> list[dict[str, Any]]:
     return records(stream.getvalue())
 
 
-def test_a_stage_in_records(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stage_in_records(monkeypatch):
     seconds = iter(range(10_000))
     monkeypatch.setattr(progress_module.time, "monotonic", lambda: 0.1 * next(seconds))
     found = reported()
@@ -225,11 +218,11 @@ def test_a_stage_in_records(monkeypatch: pytest.MonkeyPatch) -> None:
     assert known == sorted(known, reverse=True) and known
 
 
-def test_quiet_records_nothing_of_stages() -> None:
+def test_quiet_records_nothing_of_stages():
     assert reported(quiet=True) == []
 
 
-def test_what_others_say_becomes_records(capfd: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_others_say_becomes_records(capfd, monkeypatch):
     # pytest has put its own object there, and takes what goes to the descriptor.
     with os.fdopen(os.dup(2), "w") as text:
         monkeypatch.setattr(sys, "stderr", _OfDescriptor(text))
@@ -275,22 +268,20 @@ def ended(arguments: list[str], capsys: Capture) -> tuple[list[dict[str, Any]], 
 @pytest.mark.parametrize(
     "arguments", [["--log", "json", "schema"], ["schema", "--log", "json"], ["schema", "--log=json"]]
 )
-def test_the_result_stays_on_standard_output(arguments: list[str], capsys: Capture) -> None:
+def test_the_result_stays_on_standard_output(arguments, capsys):
     found, out, code = ended(arguments, capsys)
     assert code == 0 and out.startswith("{")
     assert [r["event"] for r in found] == ["started", "ended"]
     assert found[0]["message"] == "loka-onnx schema" and found[1]["exit_code"] == 0
 
 
-def test_the_environment_asks_for_it_and_the_command_line_wins(
-    monkeypatch: pytest.MonkeyPatch, capsys: Capture
-) -> None:
+def test_the_environment_asks_for_it_and_the_command_line_wins(monkeypatch, capsys):
     monkeypatch.setenv("LOKA_ONNX_LOG", "json")
     assert len(ended(["schema"], capsys)[0]) == 2
     assert ended(["schema", "--log", "text"], capsys)[0] == []
 
 
-def test_a_secret_in_the_arguments_is_not_logged(tmp_path: Path, capsys: Capture) -> None:
+def test_a_secret_in_the_arguments_is_not_logged(tmp_path, capsys):
     url = f"file://user:hunter2@{tmp_path}/nowhere"
     found, _, _ = ended(["--log", "json", "bundle", "list", url], capsys)
     assert found[0]["message"] == "loka-onnx bundle list"
@@ -305,7 +296,7 @@ def test_a_secret_in_the_arguments_is_not_logged(tmp_path: Path, capsys: Capture
         (["run", "absent.yaml"], "ConfigError", "cannot read the run file"),
     ],
 )
-def test_errors_are_records(arguments: list[str], kind: str, said: str, capsys: Capture) -> None:
+def test_errors_are_records(arguments, kind, said, capsys):
     found, out, code = ended([*arguments, "--log", "json"], capsys)
     assert code == 2 and out == ""
     assert [r["event"] for r in found] == ["started", "error", "ended"]
@@ -314,12 +305,12 @@ def test_errors_are_records(arguments: list[str], kind: str, said: str, capsys: 
     assert found[2]["exit_code"] == 2
 
 
-def test_debug_adds_the_traceback(capsys: Capture) -> None:
+def test_debug_adds_the_traceback(capsys):
     found, _, _ = ended(["run", "absent.yaml", "--log", "json", "--debug"], capsys)
     assert found[1]["traceback"].startswith("Traceback")
 
 
-def test_an_unknown_format_is_refused(capsys: Capture) -> None:
+def test_an_unknown_format_is_refused(capsys):
     with pytest.raises(SystemExit) as end:
         main(["--log", "xml", "schema"])
     assert end.value.code == 2
@@ -332,9 +323,7 @@ WAITS = "no nvidia-h100 on this host; `loka-onnx build --job jobs/x` builds it o
 @pytest.mark.parametrize(
     ("here", "place"), [("", "runs/a/jobs/x"), ("runs", "a/jobs/x"), ("elsewhere", "{root}/runs/a/jobs/x")]
 )
-def test_a_job_is_named_as_seen_from_here(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, here: str, place: str
-) -> None:
+def test_a_job_is_named_as_seen_from_here(tmp_path, monkeypatch, here, place):
     (tmp_path / "runs" / "a").mkdir(parents=True)
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / here)
@@ -342,12 +331,12 @@ def test_a_job_is_named_as_seen_from_here(
     assert told == WAITS.replace("jobs/x", place.format(root=tmp_path))
 
 
-def test_other_details_are_told_as_they_are(tmp_path: Path) -> None:
+def test_other_details_are_told_as_they_are(tmp_path):
     other = dataclasses.replace(DECLINED, detail="  declined: jobs/x\nmore")
     assert first_line(other, tmp_path) == "declined: jobs/x"
 
 
-def test_a_slice_that_any_emitted_engine_harms_is_told(sample: SampleRun, tmp_path: Path) -> None:
+def test_a_slice_that_any_emitted_engine_harms_is_told(sample, tmp_path):
     harmed = SliceDifference("country", "BR", 100, 100, HARM, HARM, HARM, BudgetStatus.BEYOND)
     data = with_outputs(
         routed(sample.report), lambda o: dataclasses.replace(o, slices=(harmed,)), "certification", ROUTED
@@ -364,7 +353,7 @@ def test_a_slice_that_any_emitted_engine_harms_is_told(sample: SampleRun, tmp_pa
     assert lines[1].startswith(first) and lines[2].rstrip() == "  fastest inside"
 
 
-def test_the_result_as_json_has_every_number_and_the_sentence(sample: SampleRun, tmp_path: Path) -> None:
+def test_the_result_as_json_has_every_number_and_the_sentence(sample, tmp_path):
     data = decided(sample.report)
     told = json.loads(json.dumps(outcome_json(RunResult(tmp_path, report=data))))
     (gpu, *_) = told["targets"]
@@ -379,7 +368,7 @@ def test_the_result_as_json_has_every_number_and_the_sentence(sample: SampleRun,
     assert outcome_json(RunResult(tmp_path))["targets"] == []
 
 
-def test_a_reason_that_two_targets_share_is_told_once(sample: SampleRun, tmp_path: Path) -> None:
+def test_a_reason_that_two_targets_share_is_told_once(sample, tmp_path):
     data = decided(sample.report)
     targets = tuple(dataclasses.replace(t, reason="as measured") for t in data.choice.targets)
     data = dataclasses.replace(data, choice=dataclasses.replace(data.choice, targets=targets))

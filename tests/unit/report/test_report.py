@@ -321,9 +321,7 @@ def validator() -> jsonschema.Draft202012Validator:
 
 
 @pytest.mark.parametrize("is_sequential", [False, True])
-def test_the_report_of_a_run_fits(
-    sample: SampleRun, validator: jsonschema.Draft202012Validator, is_sequential: bool
-) -> None:
+def test_the_report_of_a_run_fits(sample, validator, is_sequential):
     validator.validate(json.loads(serde.dumps(sample.report)))
     validator.validate(json.loads(serde.dumps(rich(sample.report, sequential=is_sequential))))
 
@@ -353,9 +351,7 @@ BREAKS: dict[str, Break] = {
 
 
 @pytest.mark.parametrize("name", BREAKS)
-def test_what_is_broken_does_not_fit(
-    sample: SampleRun, validator: jsonschema.Draft202012Validator, name: str
-) -> None:
+def test_what_is_broken_does_not_fit(sample, validator, name):
     """Nor is it read: the schema and the reader agree."""
     document = json.loads(serde.dumps(rich(sample.report)))
     BREAKS[name](document)

@@ -9,7 +9,6 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import pytest
 from changed_run import (
@@ -23,7 +22,7 @@ from changed_run import (
 )
 from decided_run import decided
 from page_numbers import NUMBER, check_numbers, tables_of
-from sample_run import BUDGET, SampleRun
+from sample_run import BUDGET
 from test_report import NASTY, printed, rendered, words_of
 
 from loka_onnx.core import serde
@@ -101,9 +100,7 @@ STRANGE: dict[str, Change] = {
 
 
 @pytest.mark.parametrize("change", STRANGE.values(), ids=STRANGE)
-def test_a_strange_run_has_a_report_with_its_numbers(
-    sample: SampleRun, tmp_path: Path, change: Change
-) -> None:
+def test_a_strange_run_has_a_report_with_its_numbers(sample, tmp_path, change):
     facts_file, markdown, page = render(change(decided(sample.report)), tmp_path)
     facts = json.loads(facts_file.read_text(encoding="utf-8"))
     checked = 0
@@ -117,22 +114,20 @@ def test_a_strange_run_has_a_report_with_its_numbers(
     assert markdown.read_text(encoding="utf-8").startswith("# ")
 
 
-def test_integers_have_no_subnormal_range(sample: SampleRun) -> None:
+def test_integers_have_no_subnormal_range(sample):
     data = scales(6.0 / 448)(decided(sample.report))
     drawn = next(item for item in activations(data, shown_plan(data)) if item.bounds is not None)
     assert replace(drawn, recipe=Recipe.of(INT8)).bounds is None
 
 
 @pytest.mark.parametrize(("value", "is_drawn"), [(6.0 / 448, True), (math.inf, False), (math.nan, False)])
-def test_no_range_is_drawn_for_a_scale_that_rounds_nothing(
-    sample: SampleRun, value: float, is_drawn: bool
-) -> None:
+def test_no_range_is_drawn_for_a_scale_that_rounds_nothing(sample, value, is_drawn):
     data = scales(value)(decided(sample.report))
     bounds = histogram_data(data, shown_plan(data))["sites"][0]["activations"][0]["bounds"]
     assert (bounds is not None) == is_drawn
 
 
-def test_an_infinite_budget_has_no_line_and_no_bar(sample: SampleRun) -> None:
+def test_an_infinite_budget_has_no_line_and_no_bar(sample):
     finite = decided(sample.report)
     for data, is_drawn in ((finite, True), (budget(math.inf)(finite), False)):
         drawn = [chart.figure for chart in charts(data) if chart.figure is not None]
@@ -141,7 +136,7 @@ def test_an_infinite_budget_has_no_line_and_no_bar(sample: SampleRun) -> None:
         assert bool(build_document(data).verdicts[0].bars) == is_drawn
 
 
-def test_an_engine_without_a_finite_latency_is_named_beside_the_chart(sample: SampleRun) -> None:
+def test_an_engine_without_a_finite_latency_is_named_beside_the_chart(sample):
     (chart, *_) = charts(latencies(math.nan)(decided(sample.report)))
     assert chart.figure is None
     assert len(chart.left_out) == 4

@@ -47,14 +47,14 @@ def send(context: CudaContext, name: str, values: np.ndarray) -> None:
     context.upload(name, values.nbytes)
 
 
-def test_devices_are_listed(driver: FakeDriver) -> None:
+def test_devices_are_listed(driver):
     assert [(d.index, d.name, d.architecture) for d in list_cuda_devices()] == [
         (0, "RTX 5090", "sm120"),
         (1, "NVIDIA H100", "sm90"),
     ]
 
 
-def test_values_come_back_from_the_device(context: CudaContext) -> None:
+def test_values_come_back_from_the_device(context):
     values = np.random.default_rng(0).normal(size=(5, 7)).astype(np.float32)
     send(context, "x", values)
     staging = context.staging("x", values.shape, values.dtype)
@@ -65,14 +65,14 @@ def test_values_come_back_from_the_device(context: CudaContext) -> None:
     np.testing.assert_array_equal(staging, values)
 
 
-def test_an_empty_batch_is_no_copy(context: CudaContext) -> None:
+def test_an_empty_batch_is_no_copy(context):
     send(context, "x", np.zeros((0, 4), np.float32))
     context.download("x", 0)
     context.synchronize()
     assert context.staging("x", (0, 4), np.float32).shape == (0, 4)
 
 
-def test_buffers_stay_until_a_larger_batch(context: CudaContext) -> None:
+def test_buffers_stay_until_a_larger_batch(context):
     first = context.reserve("x", 1000)
     context.staging("x", (250,), np.float32)
     moves = context.moves
@@ -83,7 +83,7 @@ def test_buffers_stay_until_a_larger_batch(context: CudaContext) -> None:
     assert context.moves == moves + 1
 
 
-def test_a_graph_repeats_what_was_queued_on_what_is_there_then(context: CudaContext) -> None:
+def test_a_graph_repeats_what_was_queued_on_what_is_there_then(context):
     values = np.arange(6, dtype=np.int32)
     send(context, "x", values)
     context.synchronize()
@@ -102,7 +102,7 @@ def test_a_graph_repeats_what_was_queued_on_what_is_there_then(context: CudaCont
     graph.close()
 
 
-def test_what_cannot_be_captured_leaves_the_stream_usable(context: CudaContext) -> None:
+def test_what_cannot_be_captured_leaves_the_stream_usable(context):
     with pytest.raises(EngineError, match="the CUDA driver failed in cuStreamSynchronize"):
         context.capture(context.synchronize)
     values = np.arange(3.0)
@@ -111,7 +111,7 @@ def test_what_cannot_be_captured_leaves_the_stream_usable(context: CudaContext) 
     context.capture(lambda: context.download("x", values.nbytes)).close()
 
 
-def test_closing_frees_everything(driver: FakeDriver) -> None:
+def test_closing_frees_everything(driver):
     context = CudaContext(1)
     send(context, "x", np.ones(4))
     context.reserve("y", 8)
@@ -140,9 +140,7 @@ class AnyAddress(FakeDriver):
 
 
 @pytest.mark.parametrize(("rows", "size"), [(1, 1), (3, 3), (3, 4), (1, 16), (5, 64), (2, 3)])
-def test_rows_are_padded_with_the_last_one_in_few_copies(
-    rows: int, size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_are_padded_with_the_last_one_in_few_copies(rows, size, monkeypatch):
     driver = AnyAddress()
     monkeypatch.setattr(cuda, "_load_library", lambda: driver)
     source, target = np.arange(rows * 3, dtype=np.float32).reshape(rows, 3), np.full((size + 1, 3), -1.0, "f")
@@ -169,9 +167,7 @@ def tensorrt(engine: FakeEngine, tmp_path: Path) -> TensorRtSession:
     return TensorRtSession(fake_trt(engine), tmp_path / "engine.trt")
 
 
-def test_tensorrt_reads_and_writes_the_device_and_captures_the_engine_alone(
-    engine: FakeEngine, tensorrt: TensorRtSession
-) -> None:
+def test_tensorrt_reads_and_writes_the_device_and_captures_the_engine_alone(engine, tensorrt):
     assert (tensorrt.device, tensorrt.stream) == (0, 7)
     for count in (4, 4, 3, 9, 4, 8, 5, 4):
         held = np.random.default_rng(count).normal(size=(count, 2)).astype(np.float32)
@@ -188,7 +184,7 @@ def test_tensorrt_reads_and_writes_the_device_and_captures_the_engine_alone(
     assert engine.driver.buffers == {}
 
 
-def test_tensorrt_does_not_convert_on_the_device(tensorrt: TensorRtSession) -> None:
+def test_tensorrt_does_not_convert_on_the_device(tensorrt):
     with pytest.raises(EngineError, match=r"'x'(?s:.*)float64 on the device(?s:.*)host"):
         tensorrt.run_on_device({"x": on_device(np.zeros((4, 2)))}, allocate)
 
@@ -202,9 +198,7 @@ def test_tensorrt_does_not_convert_on_the_device(tensorrt: TensorRtSession) -> N
         *((count, True, rows) for count, rows in ((1, 4), (20, 16), (40, 16))),
     ],
 )
-def test_onnx_runtime_fills_its_buffers_on_the_device(
-    count: int, compiles: bool, rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_onnx_runtime_fills_its_buffers_on_the_device(count, compiles, rows, tmp_path, monkeypatch):
     monkeypatch.setitem(PROVIDERS, "cpu", replace(PROVIDERS["cpu"], compiles=compiles))  # type: ignore[arg-type]
     driver = AnyAddress()
     monkeypatch.setattr(cuda, "_load_library", lambda: driver)
@@ -221,7 +215,7 @@ def test_onnx_runtime_fills_its_buffers_on_the_device(
     assert "release" in driver.calls
 
 
-def test_onnx_runtime_does_not_convert_on_the_device(tmp_path: Path) -> None:
+def test_onnx_runtime_does_not_convert_on_the_device(tmp_path):
     with IoBindingSession(write(tmp_path), settings()) as session:
         held = batch(2)
         held["ids"] = held["ids"].astype(np.int32)
@@ -229,9 +223,7 @@ def test_onnx_runtime_does_not_convert_on_the_device(tmp_path: Path) -> None:
             session.run_on_device({n: on_device(value) for n, value in held.items()}, allocate)
 
 
-def test_a_provider_with_memory_of_its_own_says_which_device(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_provider_with_memory_of_its_own_says_which_device(tmp_path, monkeypatch):
     with IoBindingSession(write(tmp_path), settings()) as session:
         monkeypatch.setattr(session, "_provider", PROVIDERS["cuda"])
         assert session.device == 0
@@ -239,7 +231,7 @@ def test_a_provider_with_memory_of_its_own_says_which_device(
 
 @pytest.mark.parametrize("engine", ["DYNAMIC", "STATIC"])
 @pytest.mark.parametrize("count", [1, 3, 4, 16, 21, 40])
-def test_graphs_of_inductor_are_fed_and_read_on_the_device(engine: str, count: int) -> None:
+def test_graphs_of_inductor_are_fed_and_read_on_the_device(engine, count):
     torch = pytest.importorskip("torch", reason="needs torch: pip install 'loka-onnx[export]'")
     import inductor_programs as inductor
 
@@ -262,7 +254,7 @@ def test_graphs_of_inductor_are_fed_and_read_on_the_device(engine: str, count: i
         torch.testing.assert_close(first[name].source, kept[name])
 
 
-def test_other_sessions_take_rows_from_the_host(tmp_path: Path) -> None:
+def test_other_sessions_take_rows_from_the_host(tmp_path):
     with OnnxSession(write(tmp_path)) as session:
         assert (session.device, session.stream, session.served_sizes) == (None, 0, ())
         with pytest.raises(InternalError, match="OnnxSession takes rows from the host"):
