@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from altered import built_by_inductor, put
+from altered import put
 from onnx import TensorProto, helper
 from sample_run import SampleRun
 
@@ -115,18 +115,6 @@ def test_a_single_file_leaves_nothing_when_it_does_not_load_or_is_forgotten(bund
     del engine
     gc.collect()
     assert list(temporary.iterdir()) == []
-
-
-@pytest.mark.slow
-def test_a_trusted_bundle_is_served_by_a_package_of_inductor(sample, tmp_path):
-    bundle = write_bundle(built_by_inductor(sample, tmp_path, (1, 8, 4096, ())), tmp_path / "bundle")
-    rows, exact = sample.contents.sample["dense"], sample.contents.fallback.outputs["ctr"]
-    with load(bundle, trust=True) as engine:
-        assert engine.entry.backend == "inductor"
-        assert engine.health().ready
-        for count in (1, 3, 8):
-            np.testing.assert_allclose(engine.infer({"dense": rows[:count]})["ctr"], exact[:count], atol=1e-4)
-    assert load(bundle).entry.backend == "onnxruntime"
 
 
 FP32, FP8 = 1, 2
