@@ -108,9 +108,9 @@ def built(subject: Subject, tmp_path_factory: pytest.TempPathFactory) -> Callabl
     """Builds each of the subject's plain models once."""
 
     @functools.cache
-    def get(*, fp8: bool, per_channel: bool) -> Built:
+    def get(*, fp8: bool) -> Built:
         folder = tmp_path_factory.mktemp("built")
-        model = write_model(subject, folder, fp8=fp8, shape=MlpShape(per_channel=per_channel))
+        model = write_model(subject, folder, fp8=fp8, shape=MlpShape(per_channel=("mlp.fc1",)))
         return Built(model, build(subject, model, folder / "engines" / "e"), folder / "engines")
 
     return get
@@ -140,7 +140,7 @@ def test_every_backend_is_in_the_suite_and_unknown_names_list_the_known() -> Non
 
 @pytest.mark.parametrize("fp8", [False, True])
 def test_the_artifact_describes_the_file(subject: Subject, built: Callable[..., Built], fp8: bool) -> None:
-    found = built(fp8=fp8, per_channel=False)
+    found = built(fp8=fp8)
     model, artifact = found.model, found.artifact
     assert artifact.path is not None
     engine = found.folder / artifact.path
@@ -158,11 +158,13 @@ def test_the_artifact_describes_the_file(subject: Subject, built: Callable[..., 
 
 
 @pytest.mark.slow
-def test_weights_in_external_data(subject: Subject, tmp_path: Path) -> None:
-    model = write_model(subject, tmp_path, fp8=True, shape=MlpShape(external=True))
+def test_weights_in_external_data_and_an_operand_without_qdq(subject: Subject, tmp_path: Path) -> None:
+    shape = MlpShape(external=True, drop_activation_qdq=("mlp.fc1",))
+    model = write_model(subject, tmp_path, fp8=True, shape=shape)
     assert (model.path.parent / "model.onnx.data").is_file()
     artifact = build(subject, model, tmp_path / "e")
-    assert not artifact.fallbacks
+    assert [s.site for s in artifact.fallbacks] == ["mlp.fc1"]
+    assert subject.float8 not in artifact.fallbacks[0].operands[:1]
     weights = sum(s.k * s.n for s in model.sites)
     assert artifact.bytes > weights
     if artifact.status is BuildStatus.READY:
@@ -177,11 +179,9 @@ def test_weights_in_external_data(subject: Subject, tmp_path: Path) -> None:
             subject.backend.open(artifact, engine)
 
 
-@pytest.mark.parametrize("per_channel", [False, True])
-def test_fp8_is_engaged_where_it_was_planned(
-    subject: Subject, built: Callable[..., Built], per_channel: bool
-) -> None:
-    artifact = built(fp8=True, per_channel=per_channel).artifact
+def test_fp8_is_engaged_where_it_was_planned(subject: Subject, built: Callable[..., Built]) -> None:
+    """With one scale for the weights of a site, and with one for each of its channels."""
+    artifact = built(fp8=True).artifact
     assert [s.site for s in artifact.sites] == ["mlp.fc0", "mlp.fc1"]
     for site in artifact.sites:
         assert site.planned == "fp8"
@@ -191,20 +191,12 @@ def test_fp8_is_engaged_where_it_was_planned(
 
 
 def test_the_base_precision_is_what_the_engine_runs(subject: Subject, built: Callable[..., Built]) -> None:
-    artifact = built(fp8=False, per_channel=False).artifact
+    artifact = built(fp8=False).artifact
     kind = {Precision.FP32: "float", Precision.BF16: "bf16", Precision.FP16: "float16"}[subject.base]
     kind = "float32" if subject.backend.name == "inductor" else kind
     assert [told(subject, s) for s in artifact.sites] == [(kind, kind)] * 2
     assert not artifact.fallbacks
     assert artifact.simulated == (subject.backend.name == "migraphx")
-
-
-@pytest.mark.slow
-def test_an_operand_without_qdq_is_reported(subject: Subject, tmp_path: Path) -> None:
-    model = write_model(subject, tmp_path, fp8=True, shape=MlpShape(drop_activation_qdq=("mlp.fc1",)))
-    artifact = build(subject, model, tmp_path / "e")
-    assert [s.site for s in artifact.fallbacks] == ["mlp.fc1"]
-    assert subject.float8 not in artifact.fallbacks[0].operands[:1]
 
 
 def test_what_it_declines_is_not_built(subject: Subject, tmp_path: Path) -> None:
@@ -240,7 +232,7 @@ def test_inference_agrees_with_the_reference(subject: Subject, built: Callable[.
     reason = subject.backend.why_not_run(subject.architecture)
     if reason:
         pytest.skip(f"needs a GPU: {reason}")
-    found = built(fp8=True, per_channel=False)
+    found = built(fp8=True)
     model, artifact = found.model, found.artifact
     assert artifact.path is not None
     # FP32 sums of 64 and 128 terms of order one differ by their order only; an FP8 step is 0.03. A BF16 sum
@@ -254,7 +246,7 @@ def test_inference_agrees_with_the_reference(subject: Subject, built: Callable[.
 
 
 def test_opening_says_why_where_it_cannot_run(subject: Subject, built: Callable[..., Built]) -> None:
-    found = built(fp8=False, per_channel=False)
+    found = built(fp8=False)
     artifact = found.artifact
     assert artifact.detail == subject.backend.why_not_run(subject.architecture)
     assert artifact.path is not None

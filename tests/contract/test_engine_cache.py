@@ -59,7 +59,7 @@ class Fake(Counting):
         return replace(plain, status=BuildStatus.READY, path=path, bytes=self.size, digest="d")
 
 
-def test_the_second_build_of_the_same_is_a_copy_of_the_first(model: TinyModel, tmp_path: Path) -> None:
+def test_the_second_build_of_the_same_is_a_copy_of_the_first(model, tmp_path):
     backend, cache = Counting(), EngineCache(tmp_path / "cache", GB)
     request = replace(request_for(model, tmp_path / "run/engines/a"), relative_to=tmp_path / "run")
     first = cache.build(backend, request)
@@ -79,7 +79,7 @@ def test_the_second_build_of_the_same_is_a_copy_of_the_first(model: TinyModel, t
     assert entry.stat().st_ino != (tmp_path / "other" / again.path).stat().st_ino
 
 
-def test_equal_builds_at_the_same_time_are_one(model: TinyModel, tmp_path: Path) -> None:
+def test_equal_builds_at_the_same_time_are_one(model, tmp_path):
     """As of a plan that quantizes nothing, and the plan in its base precision."""
 
     class Slow(Fake):
@@ -99,7 +99,7 @@ def test_equal_builds_at_the_same_time_are_one(model: TinyModel, tmp_path: Path)
     assert all((tmp_path / name / "engine.onnx").is_file() for name in names)
 
 
-def test_everything_that_a_build_depends_on_is_in_the_key(model: TinyModel, tmp_path: Path) -> None:
+def test_everything_that_a_build_depends_on_is_in_the_key(model, tmp_path):
     backend, request = OnnxRuntimeBackend(), request_for(model, tmp_path / "engine")
 
     def key(**changes: object) -> str:
@@ -126,9 +126,7 @@ def test_everything_that_a_build_depends_on_is_in_the_key(model: TinyModel, tmp_
         assert key() not in {key(**{what: value}) for value in values}, what
 
 
-def test_version_and_devices_are_in_the_key(
-    model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_version_and_devices_are_in_the_key(model, tmp_path, monkeypatch):
     backend, request = OnnxRuntimeBackend(), request_for(model, tmp_path / "engine")
     known = backend.availability()
     keys = {cache_key(backend, request)}
@@ -150,7 +148,7 @@ def test_version_and_devices_are_in_the_key(
 
 
 @pytest.mark.parametrize("harm", ["altered", "extra", "missing", "document"])
-def test_an_entry_that_is_not_whole_is_built_again(model: TinyModel, tmp_path: Path, harm: str) -> None:
+def test_an_entry_that_is_not_whole_is_built_again(model, tmp_path, harm):
     backend, cache = Fake(), EngineCache(tmp_path / "cache", GB)
     cache.build(backend, request_for(model, tmp_path / "a"))
     (entry,) = cache.entries()
@@ -172,7 +170,7 @@ def test_an_entry_that_is_not_whole_is_built_again(model: TinyModel, tmp_path: P
     assert (tmp_path / "c/engine.onnx").read_bytes() == b"\x02" * Fake.size
 
 
-def test_what_was_not_used_for_longest_goes_first(model: TinyModel, tmp_path: Path) -> None:
+def test_what_was_not_used_for_longest_goes_first(model, tmp_path):
     backend, cache = Fake(), EngineCache(tmp_path / "cache", 12_000)
     requests = [request_for(model, tmp_path / "e", batch=BatchRange(1, 8, 16 + i)) for i in range(4)]
 
@@ -198,7 +196,7 @@ def test_what_was_not_used_for_longest_goes_first(model: TinyModel, tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_nothing_is_kept_at_size_0_nor_of_a_failure_and_remarks_are(model: TinyModel, tmp_path: Path) -> None:
+def test_nothing_is_kept_at_size_0_nor_of_a_failure_and_remarks_are(model, tmp_path):
     backend = Fake()
     for _ in range(2):
         EngineCache(tmp_path / "cache", 0).build(backend, request_for(model, tmp_path / "a"))
@@ -214,7 +212,7 @@ def test_nothing_is_kept_at_size_0_nor_of_a_failure_and_remarks_are(model: TinyM
     assert "taken from the engine cache" in found.detail
 
 
-def test_a_cache_that_cannot_be_written_costs_nothing_but_the_entry(model: TinyModel, tmp_path: Path) -> None:
+def test_a_cache_that_cannot_be_written_costs_nothing_but_the_entry(model, tmp_path):
     (tmp_path / "file").touch()
     request = request_for(model, tmp_path / "a")
     built = EngineCache(tmp_path / "file" / "cache", GB).build(Fake(), request)
@@ -227,9 +225,7 @@ def test_a_cache_that_cannot_be_written_costs_nothing_but_the_entry(model: TinyM
 
 
 @pytest.mark.parametrize("file", ["entry.json", "engine/engine.onnx"])
-def test_an_entry_that_cannot_be_read_costs_a_build_and_stays(
-    model: TinyModel, tmp_path: Path, file: str
-) -> None:
+def test_an_entry_that_cannot_be_read_costs_a_build_and_stays(model, tmp_path, file):
     backend, cache = Fake(), EngineCache(tmp_path / "cache", GB)
     cache.build(backend, request_for(model, tmp_path / "a"))
     (entry,) = cache.entries()
@@ -244,9 +240,7 @@ def test_an_entry_that_cannot_be_read_costs_a_build_and_stays(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "cache"]
 
 
-def test_a_place_that_takes_no_copy_is_an_error(
-    model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_place_that_takes_no_copy_is_an_error(model, tmp_path, monkeypatch):
     backend, cache = Fake(), EngineCache(tmp_path / "cache", GB)
     cache.build(backend, request_for(model, tmp_path / "a"))
     opened = Path.open
@@ -261,7 +255,7 @@ def test_a_place_that_takes_no_copy_is_an_error(
     assert len(cache.entries()) == 1
 
 
-def test_what_killed_processes_left_is_removed(model: TinyModel, tmp_path: Path) -> None:
+def test_what_killed_processes_left_is_removed(model, tmp_path):
     with subprocess.Popen([sys.executable, "-c", ""]) as gone:
         pass
     cache = EngineCache(tmp_path / "cache", GB)
@@ -276,9 +270,7 @@ def test_what_killed_processes_left_is_removed(model: TinyModel, tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_processes_that_build_keep_and_evict_at_once_always_get_whole_engines(
-    model: TinyModel, tmp_path: Path
-) -> None:
+def test_processes_that_build_keep_and_evict_at_once_always_get_whole_engines(model, tmp_path):
     """Four processes over three engines in a cache with room for two."""
     code = """
 import sys

@@ -127,7 +127,7 @@ def plan_of(
 
 
 @needs_integers
-@pytest.mark.parametrize("format", [UINT8, INT8], ids=str)
+@pytest.mark.parametrize("format", [UINT8, pytest.param(INT8, marks=pytest.mark.slow)], ids=str)
 def test_every_planned_site_runs_in_integers_and_sums_exactly(format: NumberFormat, tmp_path: Path) -> None:
     planned = plan_of(tmp_path, format=format)
     engine = planned.build(tmp_path)
@@ -307,6 +307,7 @@ def built_mixed(
     return engine, {site.site: site.planned for site in engine.sites if site.engaged and site.site != "fc4"}
 
 
+@pytest.mark.slow
 @needs_integers
 def test_products_in_fp8_behind_each_other_are_read_beside_one_in_int8(tmp_path: Path) -> None:
     """ONNX Runtime would join fc1, its FP8 pairs and the Q of fc2 into an operator of INT8, and refuse it."""

@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import faulty_backends as faulty
 import psutil
@@ -19,7 +18,6 @@ from tiny_models import TinyModel, mlp, request_for
 from loka_onnx.core import serde
 from loka_onnx.core.engine import BuildStatus
 from loka_onnx.core.formats import Precision
-from loka_onnx.engines.base import Backend
 from loka_onnx.engines.isolation import interrupts_held
 from loka_onnx.engines.onnxruntime.backend import OnnxRuntimeBackend
 from loka_onnx.engines.request import BatchRange, Limits
@@ -52,9 +50,7 @@ FAULTS = {
     FAULTS.items(),
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_a_faulty_engine_maker_fails_its_candidate_alone(
-    backend: type[Backend], said: tuple[str, ...], model: TinyModel, tmp_path: Path
-) -> None:
+def test_a_faulty_engine_maker_fails_its_candidate_alone(backend, said, model, tmp_path):
     artifact = backend().build(request_for(model, tmp_path / "engine"))
     assert (artifact.status, artifact.path, artifact.bytes) == (BuildStatus.FAILED, None, 0)
     assert all(text in artifact.detail for text in said), artifact.detail
@@ -64,7 +60,7 @@ def test_a_faulty_engine_maker_fails_its_candidate_alone(
         assert again.status is BuildStatus.READY
 
 
-def test_a_hang_ends_at_the_time_limit(model: TinyModel, tmp_path: Path) -> None:
+def test_a_hang_ends_at_the_time_limit(model, tmp_path):
     started = time.monotonic()
     artifact = faulty.Hangs().build(request_for(model, tmp_path / "engine", limits=Limits(1.5, 2048 * MIB)))
     assert time.monotonic() - started < 15
@@ -75,7 +71,7 @@ def test_a_hang_ends_at_the_time_limit(model: TinyModel, tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_the_process_group_ends_with_the_build(model: TinyModel, tmp_path: Path) -> None:
+def test_the_process_group_ends_with_the_build(model, tmp_path):
     artifact = faulty.LeavesChild().build(request_for(model, tmp_path / "engine"))
     assert artifact.status is BuildStatus.FAILED
     grandchild = int((tmp_path / "grandchild").read_text(encoding="utf-8"))
@@ -83,7 +79,7 @@ def test_the_process_group_ends_with_the_build(model: TinyModel, tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_a_killed_run_leaves_no_build_and_its_remains_are_removed(model: TinyModel, tmp_path: Path) -> None:
+def test_a_killed_run_leaves_no_build_and_its_remains_are_removed(model, tmp_path):
     request = request_for(model, tmp_path / "engine", limits=Limits(600.0, 2048 * MIB))
     serde.write(request, tmp_path / "request.json")
     code = (
@@ -119,7 +115,7 @@ def _is_alive(pid: int) -> bool:
 
 
 @pytest.mark.slow
-def test_memory_ends_at_the_limit(model: TinyModel, tmp_path: Path) -> None:
+def test_memory_ends_at_the_limit(model, tmp_path):
     artifact = faulty.Allocates().build(
         request_for(model, tmp_path / "engine", limits=Limits(60.0, 400 * MIB))
     )
@@ -129,7 +125,7 @@ def test_memory_ends_at_the_limit(model: TinyModel, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_failed_rebuild_keeps_the_engine_before_it(model: TinyModel, tmp_path: Path) -> None:
+def test_a_failed_rebuild_keeps_the_engine_before_it(model, tmp_path):
     request = request_for(model, tmp_path / "engine")
     first = OnnxRuntimeBackend().build(request)
     assert faulty.Segfaults().build(request).status is BuildStatus.FAILED
@@ -141,14 +137,14 @@ def test_a_failed_rebuild_keeps_the_engine_before_it(model: TinyModel, tmp_path:
 
 
 @pytest.mark.slow
-def test_a_sample_below_the_smallest_batch_is_refused(model: TinyModel, tmp_path: Path) -> None:
+def test_a_sample_below_the_smallest_batch_is_refused(model, tmp_path):
     request = request_for(model, tmp_path / "engine", batch=BatchRange(64, 64, 64))
     artifact = OnnxRuntimeBackend().build(request)
     assert artifact.status is BuildStatus.FAILED
     assert "16 rows, the smallest batch has 64" in artifact.detail
 
 
-def test_requests_that_make_no_sense_raise(model: TinyModel, tmp_path: Path) -> None:
+def test_requests_that_make_no_sense_raise(model, tmp_path):
     backend, request = OnnxRuntimeBackend(), request_for(model, tmp_path / "engine")
     for what in ("model", "sample"):
         with pytest.raises(ModelError, match=f"the {what} to build from is missing"):
@@ -164,7 +160,7 @@ def test_requests_that_make_no_sense_raise(model: TinyModel, tmp_path: Path) -> 
         Limits(seconds=0)
 
 
-def test_opening_refuses_what_was_not_built(model: TinyModel, tmp_path: Path) -> None:
+def test_opening_refuses_what_was_not_built(model, tmp_path):
     backend = OnnxRuntimeBackend()
     artifact = backend.build(request_for(model, tmp_path / "engine"))
     engine = tmp_path / "engine" / "engine.onnx"
@@ -178,7 +174,7 @@ def test_opening_refuses_what_was_not_built(model: TinyModel, tmp_path: Path) ->
         backend.open(artifact, tmp_path / "absent")
 
 
-def test_an_interrupt_waits_until_what_it_would_cut_in_two_is_whole() -> None:
+def test_an_interrupt_waits_until_what_it_would_cut_in_two_is_whole():
     done = []
     with pytest.raises(KeyboardInterrupt), interrupts_held():
         signal.raise_signal(signal.SIGINT)

@@ -37,7 +37,7 @@ except MissingPackage as error:
 ROWS = 16
 
 
-@pytest.fixture(params=[False, True], ids=["per tensor", "per channel"])
+@pytest.fixture(params=[(), ("mlp.fc0", "mlp.fc1")], ids=["per tensor", "per channel"])
 def model(request: pytest.FixtureRequest, tmp_path: Path) -> TinyModel:
     return mlp(tmp_path, Precision.FP32, Precision.FP32, fp8=True, shape=MlpShape(per_channel=request.param))
 

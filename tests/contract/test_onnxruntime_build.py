@@ -51,7 +51,7 @@ def request_of(model: TinyModel, folder: Path, **options: int) -> BuildRequest:
     return request_for(model, folder / "e", "nvidia-h100", architecture="sm90", **more)
 
 
-def test_devices_what_runs_them_and_where_engines_may_be_loaded() -> None:
+def test_devices_what_runs_them_and_where_engines_may_be_loaded():
     backend = OnnxRuntimeBackend()
     assert backend.architectures("cpu") == ("cpu",)
     assert backend.architectures("nvidia-h100") == ("sm90",)
@@ -67,7 +67,7 @@ def test_devices_what_runs_them_and_where_engines_may_be_loaded() -> None:
 
 
 @pytest.mark.skipif(HAS_CUDA, reason="needs a GPU-less ONNX Runtime")
-def test_a_host_without_a_provider_says_so_instead_of_building(tmp_path: Path) -> None:
+def test_a_host_without_a_provider_says_so_instead_of_building(tmp_path):
     model = mlp(tmp_path / "m", Precision.FP16, Precision.FP16, fp8=False)
     backend = OnnxRuntimeBackend()
     said = "this build of ONNX Runtime has no CUDAExecutionProvider"
@@ -84,7 +84,7 @@ def test_a_host_without_a_provider_says_so_instead_of_building(tmp_path: Path) -
 
 @pytest.mark.parametrize("simulated", [False, True])
 @pytest.mark.parametrize("base", [Precision.FP32, Precision.FP16, Precision.BF16])
-def test_fp8_is_simulated_in_fp32_and_nothing_else_is(base: Precision, simulated: bool) -> None:
+def test_fp8_is_simulated_in_fp32_and_nothing_else_is(base, simulated):
     backend, plan = OnnxRuntimeBackend(), plan_of_one(base, PER_TENSOR if simulated else None)
     assert backend.base_precision(plan) is (Precision.FP32 if simulated else base)
     assert [backend.is_simulated(plan, architecture) for architecture in ("sm90", "cpu")] == [simulated] * 2
@@ -96,7 +96,7 @@ class TestBuilding:
     def model(self, tmp_path: Path) -> TinyModel:
         return mlp(tmp_path / "model", Precision.FP32, Precision.FP32, fp8=False)
 
-    def test_an_engine_is_its_model_and_its_settings(self, model: TinyModel, tmp_path: Path) -> None:
+    def test_an_engine_is_its_model_and_its_settings(self, model, tmp_path):
         backend, request = OnnxRuntimeBackend(), request_of(model, tmp_path)
         engine = backend.compile(request, tmp_path)
         assert backend.files(engine) == (engine, tmp_path / SETTINGS_FILE)
@@ -110,21 +110,21 @@ class TestBuilding:
         # The same graph on the same kernels, padded from 5 rows to 8.
         np.testing.assert_allclose(got, weights, rtol=1e-5)
 
-    def test_sites_are_read_with_the_provider_that_runs_them(self, model: TinyModel, tmp_path: Path) -> None:
+    def test_sites_are_read_with_the_provider_that_runs_them(self, model, tmp_path):
         backend, request = OnnxRuntimeBackend(), request_of(model, tmp_path)
         sites = backend.read_precision(request, backend.compile(request, tmp_path))
         assert [site.site for site in sites] == ["mlp.fc0", "mlp.fc1"]
         assert all(site.engaged and site.operands == ("float", "float") for site in sites)
         assert all(site.evidence.endswith("; on CPUExecutionProvider") for site in sites)
 
-    def test_fp8_is_read_as_simulated(self, tmp_path: Path) -> None:
+    def test_fp8_is_read_as_simulated(self, tmp_path):
         model = mlp(tmp_path / "fp8", Precision.FP32, Precision.BF16, fp8=True)
         backend, request = OnnxRuntimeBackend(), request_of(model, tmp_path)
         sites = backend.read_precision(request, backend.compile(request, tmp_path))
         assert all(site.engaged for site in sites)
         assert all("simulated: FP8 Q/DQ around an FP32 product" in site.evidence for site in sites)
 
-    def test_fp16_that_runs_between_casts_is_a_fallback(self, tmp_path: Path) -> None:
+    def test_fp16_that_runs_between_casts_is_a_fallback(self, tmp_path):
         """The stand-in has no FP16 Gemm; what its session really holds is what is reported."""
         model = mlp(tmp_path / "fp16", Precision.FP16, Precision.FP16, fp8=False)
         backend, request = OnnxRuntimeBackend(), request_of(model, tmp_path)
@@ -132,9 +132,7 @@ class TestBuilding:
         assert [site.operands for site in sites] == [("float", "float")] * 2
         assert not any(site.engaged for site in sites)
 
-    def test_what_a_provider_compiled_is_part_of_the_engine(
-        self, model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_what_a_provider_compiled_is_part_of_the_engine(self, model, tmp_path, monkeypatch):
         backend = OnnxRuntimeTensorRtBackend()
         monkeypatch.setenv("LOKA_ONNX_CACHE", str(tmp_path / "cache"))
         request = request_of(model, tmp_path)
@@ -148,9 +146,7 @@ class TestBuilding:
             for site in sites
         }
 
-    def test_graphs_that_cannot_be_recorded_are_left_out(
-        self, model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-    ) -> None:
+    def test_graphs_that_cannot_be_recorded_are_left_out(self, model, tmp_path, monkeypatch, capsys):
         tried = []
 
         class Unrecordable(IoBindingSession):
@@ -168,9 +164,7 @@ class TestBuilding:
         assert len(tried) == 2
         assert "no CUDA graphs: operation not permitted" in capsys.readouterr().out
 
-    def test_a_model_that_does_not_load_without_graphs_either_is_refused(
-        self, model: TinyModel, tmp_path: Path
-    ) -> None:
+    def test_a_model_that_does_not_load_without_graphs_either_is_refused(self, model, tmp_path):
         model.path.write_bytes(model.path.read_bytes().replace(b"Relu", b"Rolu"))
         for graphs in (1, 0):
             with pytest.raises(ModelError, match=r"refuses(?s:.*)Rolu"):

@@ -76,9 +76,7 @@ def build(subject: Subject, tmp_path: Path) -> Build:
 
 
 @pytest.mark.parametrize("base", list(TOLERANCE))
-def test_an_engine_agrees_with_the_reference_at_every_batch(
-    subject: Subject, build: Build, base: Precision
-) -> None:
+def test_an_engine_agrees_with_the_reference_at_every_batch(subject, build, base):
     model, artifact, engine = build(base)
     assert not artifact.fallbacks, [site.evidence for site in artifact.fallbacks]
     assert not artifact.simulated
@@ -90,7 +88,7 @@ def test_an_engine_agrees_with_the_reference_at_every_batch(
             np.testing.assert_allclose(got, exact.expected(rows), atol=TOLERANCE[base])
 
 
-def test_fp8_is_a_simulation_with_the_right_values(subject: Subject, build: Build) -> None:
+def test_fp8_is_a_simulation_with_the_right_values(subject, build):
     model, artifact, engine = build(Precision.BF16, fp8=True)
     assert artifact.simulated
     assert not artifact.fallbacks, [site.evidence for site in artifact.fallbacks]
@@ -98,9 +96,7 @@ def test_fp8_is_a_simulation_with_the_right_values(subject: Subject, build: Buil
         np.testing.assert_allclose(runner.run(model.rows(16))["out"], model.expected(16), atol=2e-5)
 
 
-def test_a_replayed_graph_computes_what_kernels_one_by_one_do(
-    subject: Subject, build: Build, tmp_path: Path
-) -> None:
+def test_a_replayed_graph_computes_what_kernels_one_by_one_do(subject, build, tmp_path):
     _, _, engine = build(Precision.FP16)
     settings = serde.read(IoBindingSettings, engine.with_name(SETTINGS_FILE))
     assert settings.sizes == SIZES
@@ -114,7 +110,7 @@ def test_a_replayed_graph_computes_what_kernels_one_by_one_do(
             np.testing.assert_array_equal(recorded.run(x)["out"], launched.run(x)["out"])
 
 
-def test_a_resident_batch_can_be_launched_again(subject: Subject, build: Build) -> None:
+def test_a_resident_batch_can_be_launched_again(subject, build):
     model, artifact, engine = build(Precision.FP16)
     sample = dict(np.load(model.sample))
     with subject.backend.open(artifact, engine) as runner:

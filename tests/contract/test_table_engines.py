@@ -38,7 +38,7 @@ def lookup_and_product(folder: Path, *, quantized: bool) -> TinyModel:
     w.leave(y)
     path = w.save(folder / "model.onnx", {"ids": (3,)}, external=True)
     sites = tuple(w.sites)
-    plan = make_plan(sites, base=Precision.FP32, fp8=("fc",) if quantized else (), per_channel=True)
+    plan = make_plan(sites, base=Precision.FP32, fp8=("fc",) if quantized else (), per_channel=("fc",))
     sample = folder / "sample.npz"
     np.savez(sample, ids=np.random.default_rng(1).integers(0, ROWS, (16, 3)).astype(np.float32))
     return TinyModel(path, plan, sites, sample)

@@ -39,7 +39,7 @@ def build(output: Path, model: TinyModel) -> EngineArtifact:
     return artifact
 
 
-def fp8_model(folder: Path, *, per_channel: bool = False) -> TinyModel:
+def fp8_model(folder: Path, per_channel: tuple[str, ...] = ()) -> TinyModel:
     shape = MlpShape(widths=(256, 512, 256), per_channel=per_channel)
     return mlp(folder, Precision.BF16, Precision.BF16, fp8=True, shape=shape)
 
@@ -52,7 +52,7 @@ def test_the_inspector_knows_every_site(tmp_path: Path) -> None:
 
 
 def test_per_channel_weights_are_built_and_what_they_run_in_is_told(tmp_path: Path) -> None:
-    artifact = build(tmp_path / "e", fp8_model(tmp_path, per_channel=True))
+    artifact = build(tmp_path / "e", fp8_model(tmp_path, ("mlp.fc0", "mlp.fc1")))
     for site in artifact.sites:
         assert site.engaged == (set(site.operands) == {"fp8_e4m3"}), site
 

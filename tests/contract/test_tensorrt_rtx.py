@@ -127,7 +127,7 @@ ENGAGED: dict[str, tuple[Body, Shape]] = {
 
 
 @pytest.mark.parametrize("case", ENGAGED)
-def test_fp8_is_engaged(case: str, tmp_path: Path) -> None:
+def test_fp8_is_engaged(case, tmp_path):
     body, shape = ENGAGED[case]
     site = compile_body(tmp_path, body, shape).sites["fc"]
     assert site.engaged, site.evidence
@@ -139,14 +139,14 @@ def test_fp8_is_engaged(case: str, tmp_path: Path) -> None:
     [(Precision.FP16, "sm75"), (Precision.BF16, "sm86"), (Precision.BF16, "sm89")],
 )
 @pytest.mark.parametrize("case", ENGAGED)
-def test_int8_is_engaged(case: str, base: Precision, architecture: str, tmp_path: Path) -> None:
+def test_int8_is_engaged(case, base, architecture, tmp_path):
     body, shape = ENGAGED[case]
     site = compile_body(tmp_path, body, shape, base, architecture, INT8).sites["fc"]
     assert site.engaged, site.evidence
     assert site.operands == ("int8", "int8")
 
 
-def test_fp32_products_are_refused_for_turing_alone(tmp_path: Path) -> None:
+def test_fp32_products_are_refused_for_turing_alone(tmp_path):
     with pytest.raises(EngineError) as refused:
         compile_body(tmp_path, gemm(64, 128, axis=0), (64,), Precision.FP32, "sm75", INT8)
     assert "FP32 GEMM is not supported" in refused.value.evidence
@@ -155,14 +155,14 @@ def test_fp32_products_are_refused_for_turing_alone(tmp_path: Path) -> None:
     )
 
 
-def test_int8_weights_are_no_int8_product(tmp_path: Path) -> None:
+def test_int8_weights_are_no_int8_product(tmp_path):
     """Scales along K: the weights stay in INT8 in the engine, and are converted for a product of the base."""
     found = compile_body(tmp_path, matmul(64, 128, axis=0), (64,), Precision.FP16, "sm75", INT8)
     assert any(tensor.type == "int8" and tensor.constant_bytes for tensor in found.graphs[0].tensors.values())
     assert (found.sites["fc"].engaged, found.sites["fc"].operands) == (False, ("half", "half"))
 
 
-def test_fp8_and_int8_sites_of_one_engine(tmp_path: Path) -> None:
+def test_fp8_and_int8_sites_of_one_engine(tmp_path):
     def body(w: GraphWriter, x: str) -> str:
         for name, format in (("eight", E4M3FN), ("int", INT8)):
             w.format = format
@@ -188,9 +188,7 @@ def test_fp8_and_int8_sites_of_one_engine(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_fp8_is_engaged_on_every_base_and_architecture(
-    base: Precision, architecture: str, tmp_path: Path
-) -> None:
+def test_fp8_is_engaged_on_every_base_and_architecture(base, architecture, tmp_path):
     compiled = compile_body(tmp_path, gemm(64, 128, axis=0), (64,), base, architecture)
     assert compiled.graphs[0].architectures == (architecture,)
     assert compiled.sites["fc"].engaged
@@ -200,14 +198,14 @@ def test_fp8_is_engaged_on_every_base_and_architecture(
     ("body", "shape"),
     [(gemm(64, 128, axis=1), (64,)), (matmul(64, 128, axis=0), (64,)), (constant_on_the_left(1), (10, 64))],
 )
-def test_weight_scales_along_k_force_a_fallback(body: Body, shape: Shape, tmp_path: Path) -> None:
+def test_weight_scales_along_k_force_a_fallback(body, shape, tmp_path):
     site = compile_body(tmp_path, body, shape).sites["fc"]
     assert not site.engaged
     assert site.operands == ("bf16", "bf16")
     assert "multiplies bf16 by bf16 where the plan says fp8_e4m3" in site.evidence
 
 
-def test_sites_on_one_qdq_are_merged_and_engaged(tmp_path: Path) -> None:
+def test_sites_on_one_qdq_are_merged_and_engaged(tmp_path):
     def body(w: GraphWriter, x: str) -> str:
         q = w.quantized(x, "shared")
         for name in ("a", "b"):
@@ -221,7 +219,7 @@ def test_sites_on_one_qdq_are_merged_and_engaged(tmp_path: Path) -> None:
     assert {"a", "b"} <= set(products[0].layers)
 
 
-def test_the_quantization_is_part_of_the_norm_kernel(tmp_path: Path) -> None:
+def test_the_quantization_is_part_of_the_norm_kernel(tmp_path):
     compiled = compile_body(tmp_path, after_norm, (64,))
     kernels = [o for o in compiled.graphs[0].operations if "fc/x/q" in o.layers]
     assert ["ln" in kernel.layers for kernel in kernels] == [True]
@@ -229,7 +227,7 @@ def test_the_quantization_is_part_of_the_norm_kernel(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_fp32_engine_does_not_use_tf32(tmp_path: Path) -> None:
+def test_an_fp32_engine_does_not_use_tf32(tmp_path):
     model = mlp(tmp_path, Precision.FP32, Precision.FP32, fp8=False)
     artifact = build(tmp_path / "e", model)
     assert artifact.path is not None
@@ -241,7 +239,7 @@ def test_an_fp32_engine_does_not_use_tf32(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("also_in_base", "stored"), [(False, ["fp8_e4m3"]), (True, ["bf16"])], ids=["alone", "shared"]
 )
-def test_where_an_embedding_table_is_stored(tmp_path: Path, also_in_base: bool, stored: list[str]) -> None:
+def test_where_an_embedding_table_is_stored(tmp_path, also_in_base, stored):
     w = GraphWriter(Precision.BF16)
     table = w.constant("table", np.random.default_rng(0).normal(size=(1000, 16)))
     index = w.op("Cast", ["ids"], "to_index", to=7)
@@ -261,7 +259,7 @@ def test_where_an_embedding_table_is_stored(tmp_path: Path, also_in_base: bool, 
     assert sorted(t.type for t in tensors if t.constant_bytes >= 1000 * 16) == stored
 
 
-def test_a_second_dynamic_axis_is_refused(tmp_path: Path) -> None:
+def test_a_second_dynamic_axis_is_refused(tmp_path):
     w = GraphWriter(Precision.FP32)
     w.leave(w.op("Relu", ["x"], "relu"))
     path = w.save(tmp_path / "model.onnx", {"x": ("tokens",)})  # type: ignore[dict-item]
@@ -269,7 +267,7 @@ def test_a_second_dynamic_axis_is_refused(tmp_path: Path) -> None:
         build_engine(trt, path, BuildSettings("sm89", BatchRange(1, 1, 1)), tmp_path / "engine.trt")
 
 
-def test_a_second_rounding_of_merged_projections_is_told(tmp_path: Path) -> None:
+def test_a_second_rounding_of_merged_projections_is_told(tmp_path):
     """Q directly behind sites that share an input: the merged sum is rounded before it is rescaled."""
 
     def body(w: GraphWriter, x: str) -> str:
@@ -290,7 +288,7 @@ def test_a_second_rounding_of_merged_projections_is_told(tmp_path: Path) -> None
     assert told == {"q": True, "k": True, "dot": False}
 
 
-def test_a_profile_for_each_size_is_built(tmp_path: Path) -> None:
+def test_a_profile_for_each_size_is_built(tmp_path):
     """What TensorRT is asked for; its own engines are inspected where it is installed."""
     model = mlp(tmp_path, Precision.BF16, Precision.BF16, fp8=True)
     settings = BuildSettings("sm89", BatchRange(1, 8, 16, (4, 8)), profile_each_size=True)
@@ -302,7 +300,7 @@ def test_a_profile_for_each_size_is_built(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*Timing cache operations are no-ops in TensorRT-RTX")
-def test_the_calls_of_the_timing_cache(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_calls_of_the_timing_cache(tmp_path, capsys):
     """TensorRT for RTX times nothing, so the cache stays empty; the calls are those of TensorRT."""
     model = mlp(tmp_path, Precision.BF16, Precision.BF16, fp8=False)
     file = tmp_path / "cache" / "rtx.cache"
@@ -316,9 +314,7 @@ def test_the_calls_of_the_timing_cache(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 @pytest.mark.slow
-def test_without_a_driver_an_engine_is_refused_and_the_process_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_driver_an_engine_is_refused_and_the_process_goes_on(tmp_path, monkeypatch):
     """The library itself: refused before it is asked, and where the driver only seems to be there."""
     if list_cuda_devices():
         pytest.skip("needs a host without an NVIDIA GPU")

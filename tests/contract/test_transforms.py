@@ -119,13 +119,11 @@ def source(mod: Mod[Any], tmp_path: Path) -> ModelArtifact:
     return ranker(tmp_path) if case is None else artifact(case.model(), tmp_path / "model.onnx")
 
 
-def test_names_are_unique() -> None:
+def test_names_are_unique():
     assert len({kind.name for kind in DEFAULT_MODS}) == len(DEFAULT_MODS)
 
 
-def test_matching_changes_nothing_and_rewriting_a_copy_leaves_the_original(
-    mod: Mod[Any], source: ModelArtifact, tmp_path: Path
-) -> None:
+def test_matching_changes_nothing_and_rewriting_a_copy_leaves_the_original(mod, source, tmp_path):
     graph = GraphModel.load(source.path)
     before = saved(graph, tmp_path)
     assert len(mod.match(graph).matches) == 1
@@ -137,9 +135,7 @@ def test_matching_changes_nothing_and_rewriting_a_copy_leaves_the_original(
     assert saved(graph, tmp_path) == before
 
 
-def test_what_was_applied_is_there_and_the_model_stays_valid_and_equal(
-    mod: Mod[Any], source: ModelArtifact, tmp_path: Path
-) -> None:
+def test_what_was_applied_is_there_and_the_model_stays_valid_and_equal(mod, source, tmp_path):
     before = onnx.load(source.path)
     rows = feeds(before)
     result = apply_mods(source, [rows], tmp_path / "after.onnx", [mod])
@@ -188,9 +184,7 @@ CHANGES = {Precision.FP32: 0.15, Precision.BF16: 0.15, Precision.FP16: 0.15}
 
 @pytest.mark.parametrize("recipe", [PER_TENSOR, PER_CHANNEL_WEIGHT], ids=lambda r: r.weight)
 @pytest.mark.parametrize("base", list(CHANGES))
-def test_a_planned_model_is_valid_typed_and_close(
-    base: Precision, recipe: Recipe, rewritten: ModelArtifact, tmp_path: Path
-) -> None:
+def test_a_planned_model_is_valid_typed_and_close(base, recipe, rewritten, tmp_path):
     model = rewritten
     planned = apply_plan(model, fp8_plan(model, recipe, base), PlanForm(base), tmp_path / "planned.onnx")
     proto = onnx.load(planned.path)
@@ -211,9 +205,7 @@ def test_a_planned_model_is_valid_typed_and_close(
 
 
 @pytest.mark.parametrize("base", list(CHANGES))
-def test_applying_a_plan_twice_gives_the_same_bytes(
-    base: Precision, rewritten: ModelArtifact, tmp_path: Path
-) -> None:
+def test_applying_a_plan_twice_gives_the_same_bytes(base, rewritten, tmp_path):
     model = rewritten
     plan = fp8_plan(model, PER_CHANNEL_WEIGHT, base)
     digests = [apply_plan(model, plan, PlanForm(base), tmp_path / str(i) / "m.onnx").digest for i in range(2)]
@@ -227,9 +219,7 @@ def test_applying_a_plan_twice_gives_the_same_bytes(
     "base",
     [Precision.BF16, *(pytest.param(p, marks=pytest.mark.slow) for p in CHANGES if p is not Precision.BF16)],
 )
-def test_nvidias_parser_accepts_every_planned_model(
-    base: Precision, rewritten: ModelArtifact, tmp_path: Path
-) -> None:
+def test_nvidias_parser_accepts_every_planned_model(base, rewritten, tmp_path):
     trt = pytest.importorskip("tensorrt_rtx", reason="needs tensorrt_rtx")
     model = rewritten
     plan = fp8_plan(model, PER_CHANNEL_WEIGHT, base)

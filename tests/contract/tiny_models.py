@@ -132,11 +132,11 @@ def request_for(model: TinyModel, output: Path, device: str = "cpu", **changes: 
 
 
 def make_plan(
-    sites: tuple[Site, ...], *, base: Precision, fp8: tuple[str, ...] = (), per_channel: bool = False
+    sites: tuple[Site, ...], *, base: Precision, fp8: tuple[str, ...] = (), per_channel: tuple[str, ...] = ()
 ) -> PrecisionPlan:
-    recipe = PER_CHANNEL_WEIGHT if per_channel else PER_TENSOR
+    recipes = {s.name: PER_CHANNEL_WEIGHT if s.name in per_channel else PER_TENSOR for s in sites}
     decisions = tuple(
-        Decision(s.name, Precision.FP8, recipe, Verdict.SAFE, "test", 4.0 / 448, (0.01,))
+        Decision(s.name, Precision.FP8, recipes[s.name], Verdict.SAFE, "test", 4.0 / 448, (0.01,))
         if s.name in fp8
         else Decision(s.name, base, None, Verdict.NOT_JUDGED, "test")
         for s in sites
@@ -153,7 +153,7 @@ def write_sample(path: Path, inputs: dict[str, tuple[int, ...]], rows: int = 16)
 @dataclass(frozen=True)
 class MlpShape:
     widths: tuple[int, ...] = (64, 128, 32)
-    per_channel: bool = False
+    per_channel: tuple[str, ...] = ()
     external: bool = False
     drop_activation_qdq: tuple[str, ...] = ()
 
@@ -167,7 +167,7 @@ def mlp(
     x = w.enter("x")
     for i, (k, n) in enumerate(zip(shape.widths, shape.widths[1:], strict=False)):
         name = f"mlp.fc{i}"
-        axis = 0 if shape.per_channel else None
+        axis = 0 if name in shape.per_channel else None
         weight = w.narrow_weight(name, (n, k), axis) if fp8 else w.weight(name, (n, k))
         left = w.quantized(x, f"{name}/x") if fp8 and name not in shape.drop_activation_qdq else x
         x = w.op("Gemm", [left, weight, w.constant(f"{name}/b", np.ones(n) / 10)], name, transB=1)

@@ -1,4 +1,4 @@
-"""Calibration with further rows; a plan in another FP8 format."""
+"""A resumed run: what made which stage stale, further calibration rows, another FP8 format."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import shutil
 from pathlib import Path
 
 import pytest
-from synthetic_runs import Workplace, make_columns, make_workplace, write_rows
+from synthetic_runs import Command, Workplace, make_columns, make_workplace, write_rows
 
 from loka_onnx.core import serde
 from loka_onnx.core.engine import BuildStatus, EngineSet
 from loka_onnx.core.plan import PlanSet
 from loka_onnx.core.profile import Profile
+from loka_onnx.pipeline.directory import MOST_READ, Outcome, changes, readable
 from loka_onnx.pipeline.run import RunOptions, Stage, run
 from loka_onnx.planning.costs import LABELLED_ALLOWANCE
 
@@ -167,3 +168,36 @@ def test_a_fresh_run_whose_added_rows_are_wrong_leaves_no_trace(fresh, command):
     done = command("calibrate", fresh.run_file, "--update", fresh.path / "absent.parquet")
     assert done.code == 2
     assert not fresh.output.exists()
+
+
+def resumed(place: Workplace, until: Stage) -> dict[str, Outcome]:
+    ended: dict[str, Outcome] = {}
+    options = RunOptions(
+        resume=True, until=until, on_stage=lambda stage, end: ended.update({stage: end} if end else {})
+    )
+    run(place.run_file, options)
+    return ended
+
+
+def test_a_changed_budget_plans_again_from_the_profile(copied: Workplace):
+    text = copied.run_file.read_text(encoding="utf-8")
+    copied.run_file.write_text(text.replace("budget: 0.01", "budget: 0.02", 1), encoding="utf-8")
+    ended = resumed(copied, Stage.PLAN)
+    assert all(ended[stage].reused for stage in ("export", "calibrate", "mods"))
+    assert "outputs[0].budget: 0.01 → 0.02" in ended["ladder"].because
+    assert not any(outcome.because for outcome in ended.values() if outcome.reused)
+
+
+@pytest.mark.slow
+def test_the_terminal_names_the_key(copied: Workplace, command: Command):
+    done = command("plan", copied.run_file, "--set", "calibration.batch_size=256")
+    (line,) = (line for line in done.err.splitlines() if line.startswith("✓ calibrate "))
+    assert done.code == 0 and line.endswith("again: calibration.batch_size: 512 → 256")
+
+
+def test_inputs_are_told_by_their_parts():
+    before = readable({"batch": {"serve": [1, 2], "max": 8}, "model": {"big": [0] * (MOST_READ + 1)}})
+    now = readable({"batch": {"serve": [1, 3], "max": 8}, "model": {"big": [1] * (MOST_READ + 1)}})
+    assert changes(before, now) == "batch.serve[1]: 2 → 3, model.big"
+    assert changes(now, now) == ""
+    assert changes({}, {"group": '"user"'}) == 'group: none → "user"'

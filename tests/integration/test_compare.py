@@ -131,6 +131,7 @@ def test_slices_and_missing_labels_are_in_the_text(deployed, command, tmp_path):
     assert "is not judged: a regression is judged by its label" in held.err
 
 
+@pytest.mark.slow
 def test_inputs_that_no_column_feeds_end_with_2(deployed, command, tmp_path):
     # Away from its run a bundle does not know the columns.
     lonely = tmp_path / "lonely"

@@ -23,6 +23,7 @@ import pytest
 from onnx import TensorProto as T
 from onnx import helper as h
 from synthetic_runs import (
+    HIDDEN,
     ROWS,
     RUN_VALUES,
     Command,
@@ -30,8 +31,17 @@ from synthetic_runs import (
     make_columns,
     make_workplace,
     tree,
+    write_ranker,
     write_rows,
 )
+
+from loka_onnx.core import serde
+from loka_onnx.core.rewrite import RewriteLog
+from loka_onnx.graph.model import GraphModel
+from loka_onnx.pipeline.run import RunOptions, Stage, run
+from loka_onnx.transforms.base import Found
+from loka_onnx.transforms.linears.pad_sites import PadSites
+from loka_onnx.transforms.sequence import STRICT
 
 LIMIT_SECONDS = 10.0
 NOWHERE = {"device": "amd-mi300x", "backends": ["migraphx"]}
@@ -55,12 +65,20 @@ def data(**changes: Any) -> Spoil:
     return run_file(data=changes)
 
 
-def rows(count: int = 400, **changes: Callable[[np.ndarray], Any]) -> Spoil:
+def rows(count: int = 400, **changes: Callable[[np.ndarray], Any] | None) -> Spoil:
+    """Rows with columns changed, or removed where the change is None."""
+
     def spoil(place: Workplace) -> None:
         columns: dict[str, Any] = make_columns(count)
-        write_rows(place.path / "rows.parquet", columns | {n: f(columns[n]) for n, f in changes.items()})
+        changed = {n: columns[n] if f is None else f(columns[n]) for n, f in changes.items()}
+        kept = {n: v for n, v in {**columns, **changed}.items() if changes.get(n, len) is not None}
+        write_rows(place.path / "rows.parquet", kept)
 
     return spoil
+
+
+def put(row: int, value: float) -> Callable[[np.ndarray], np.ndarray]:
+    return lambda column: np.where(np.arange(len(column)) == row, np.asarray(value, column.dtype), column)
 
 
 def model(change: Callable[[onnx.ModelProto], None]) -> Spoil:
@@ -121,9 +139,49 @@ def random_rows(written: onnx.ModelProto) -> None:
         written.graph.initializer.append(onnx.numpy_helper.from_array(value, name))
 
 
+def couple_rows(written: onnx.ModelProto) -> None:
+    """A Softmax over the batch."""
+    softmax = node(written, "relu2")
+    softmax.op_type = "Softmax"
+    softmax.attribute.append(h.make_attribute("axis", 0))
+
+
+def pair_rows(written: onnx.ModelProto) -> None:
+    """It needs an even number of rows."""
+    pairs = node(written, "relu2")
+    pairs.op_type = "Reshape"
+    pairs.input.append("pairs")
+    pairs.output[0] = "paired"
+    written.graph.node.insert(6, h.make_node("Reshape", ["paired", "flat"], ["a2"], "back"))
+    shapes = {"pairs": np.array([-1, 2, HIDDEN]), "flat": np.array([-1, HIDDEN])}
+    written.graph.initializer.extend(onnx.numpy_helper.from_array(v, name) for name, v in shapes.items())
+
+
+def without_sites(place: Workplace) -> None:
+    ends = [h.make_tensor_value_info(name, T.FLOAT, ["batch", 16]) for name in ("dense", "ctr")]
+    graph = h.make_graph([h.make_node("Relu", ["dense"], ["ctr"], "relu")], "none", ends[:1], ends[1:])
+    model = h.make_model(graph, opset_imports=[h.make_opsetid("", 21)], ir_version=10)
+    onnx.save(model, os.fspath(place.path / "ranker.onnx"))
+    place.write_run_file(outputs=[CTR])
+
+
+def ranker(**options: Any) -> Spoil:
+    return lambda place: write_ranker(place.path / "ranker.onnx", **options)
+
+
+def one_file_twice(place: Workplace) -> None:
+    write_rows(place.path / "later.parquet", make_columns(400, seed=2))
+    files = {"calibration": "rows.parquet", "selection": "later.parquet", "certification": "later.parquet"}
+    place.write_run_file(data={"path": None, "split": None, **files})
+
+
 def csv(place: Workplace) -> None:
     (place.path / "rows.csv").write_text("d0,clicked\n1,0\n")
     data(path="rows.csv")(place)
+
+
+def without(name: str) -> Spoil:
+    return lambda place: (place.path / name).unlink()
 
 
 def truncated(name: str) -> Spoil:
@@ -132,17 +190,6 @@ def truncated(name: str) -> Spoil:
         file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
 
     return spoil
-
-
-def unwritable(place: Workplace) -> None:
-    (place.path / "file").write_text("mine")
-    run_file(output="file/run")(place)
-
-
-def output_exists(place: Workplace) -> None:
-    (place.path / "mine").mkdir()
-    (place.path / "mine" / "thesis.txt").write_text("ten years of work")
-    run_file(output="mine")(place)
 
 
 def duplicate_columns(place: Workplace) -> None:
@@ -159,10 +206,13 @@ def nulls(column: np.ndarray) -> list[Any]:
     return [None, *column[1:].tolist()]
 
 
-MISTAKES: dict[str, tuple[Spoil, str]] = {
+OF_ROWS = "of 'rows.parquet'"
+SPLIT = "'rows.parquet hash(request, seed 0)[0.5:1.0]'"
+# The mistake: its code, and for some how the message begins.
+MISTAKES: dict[str, tuple[Spoil, str] | tuple[Spoil, str, str]] = {
     # The run file
-    "a mistyped key": (run_file(bacth={"max": 8}), "E0114"),
-    "a missing key": (run_file(outputs=[{"name": "ctr", "label": "clicked"}]), "E0116"),
+    "a mistyped key": (run_file(bacth={"max": 8}), "E0114", "DIR/RUN.yaml:59: "),
+    "a missing key": (run_file(outputs=[{"name": "ctr", "label": "clicked"}]), "E0116", "DIR/RUN.yaml:4: "),
     "budget: 5": (output(budget=5), "E0113"),
     'budget: "0.02%"': (output(budget="0.02%"), "E0113"),
     "no targets": (run_file(targets=[]), "E0113"),
@@ -173,36 +223,48 @@ MISTAKES: dict[str, tuple[Spoil, str]] = {
     "a served batch above batch.max": (run_file(batch={"serve": [4096]}), "E0115"),
     "mods.skip names no mod": (run_file(mods={"skip": ["smoothing"]}), "E1520"),
     # Files
-    "a missing run file": (lambda place: place.run_file.unlink(), "E0101"),
-    "a missing data file": (lambda place: (place.path / "rows.parquet").unlink(), "E0105"),
+    "a missing run file": (without("RUN.yaml"), "E0101", "DIR/RUN.yaml: "),
+    "a missing data file": (
+        lambda place: (place.path / "rows.parquet").unlink(),
+        "E0105",
+        "DIR/RUN.yaml:18: ",
+    ),
     "a CSV file": (csv, "E0220"),
     "a Parquet file cut short": (truncated("rows.parquet"), "E0222"),
-    "a model cut short": (truncated("ranker.onnx"), "E0312"),
-    "the output cannot be made": (unwritable, "E1501"),
-    "the output holds other files": (output_exists, "E1504"),
+    "a model cut short": (truncated("ranker.onnx"), "E0312", "'DIR/ranker.onnx' "),
     # The model
     "a bare .squeeze()": (model(bare_squeeze), "E0409"),
     "a static batch": (model(static_batch), "E0408"),
     "every product in a loop": (model(in_a_loop), "E0406"),
     "an output of NaN": (model(gives_nan), "E0409"),
     "exported without eval()": (model(random_rows), "E0409"),
-    "an output that the model lacks": (output(name="crt"), "E0407"),
+    "an output that the model lacks": (output(name="crt"), "E0407", "'DIR/ranker.onnx' "),
     "an input that the model lacks": (data(inputs={**RUN_VALUES["data"]["inputs"], "x": "d0"}), "E1526"),
     "too few columns for an input": (data(inputs={"dense": ["d0", "d1"], "item": "item_id"}), "E1529"),
-    "a logit declared a probability": (output(kind="probability"), "E1018"),
+    "a logit declared a probability": (output(kind="probability"), "E1018", "output 'ctr' "),
+    "no sites": (without_sites, "E0406", "'DIR/ranker.onnx' "),
+    "a custom operator": (ranker(domain="acme"), "E0305", "node 'relu2': 'DIR/ranker.onnx' "),
+    "an old opset": (ranker(opset=10), "E0303", "'DIR/ranker.onnx' "),
+    "rows are coupled": (model(couple_rows), "E0409", "node 'relu2/softmax' (Softmax): 'DIR/ranker.onnx' "),
+    "a failure at one row": (model(pair_rows), "E0409", "node 'relu2/reshape' (Reshape): 'DIR/ranker.onnx' "),
     # Rows
     "a column that the file lacks": (output(label="click"), "E0211"),
+    "an input's column that the file lacks": (rows(d3=None), "E0211", f"column 'd3' {OF_ROWS} "),
     "a group that the file lacks": (data(group="user"), "E0211"),
-    "text given to an input": (rows(d3=lambda c: ["young"] * len(c)), "E0210"),
+    "text given to an input": (rows(d3=lambda c: ["young"] * len(c)), "E0210", f"column 'd3' {OF_ROWS} "),
     "fractions given as ids": (rows(item_id=lambda c: c + 0.5), "E0205"),
-    "ids outside the table": (rows(item_id=lambda c: c + 40), "E0205"),
-    "NaN in a feature": (rows(amount=lambda c: np.where(c > 0, np.nan, c)), "E0205"),
+    "ids outside the table": (rows(item_id=put(17, 40)), "E0205", f"column 'item_id' {OF_ROWS} "),
+    "NaN in a feature": (rows(d3=put(7, np.nan)), "E0205", f"column 'd3' {OF_ROWS} "),
+    "NaN in a label": (rows(amount=lambda c: np.where(c > 0, np.nan, c)), "E0205"),
+    "infinity": (rows(amount=put(7, np.inf)), "E0205", f"column 'amount' {OF_ROWS} "),
+    "a negative weight": (rows(importance=put(3, -2.0)), "E1010", f"{SPLIT}: column 'importance' "),
     "null labels": (rows(clicked=nulls), "E0205"),
-    "labels of 1 and 2": (rows(clicked=lambda c: c + 1), "E1010"),
+    "a label of 2": (rows(clicked=put(3, 2.0)), "E1010", f"{SPLIT}: column 'clicked' "),
     "labels of one class": (rows(clicked=np.zeros_like), "E1534"),
     "two columns of one name": (duplicate_columns, "E0221"),
-    "no rows": (rows(0), "E0207"),
+    "no rows": (rows(0), "E0207", "DIR/rows.parquet: "),
     "three rows": (rows(3), "E0216"),
+    "one file for two splits": (one_file_twice, "E0231", "data: "),
 }
 
 
@@ -210,15 +272,26 @@ def codes(message: str) -> list[str]:
     return re.findall(r"^  code: (E\d{4})$", message, re.M)
 
 
+def refusal(command: Command, place: Workplace, *options: object) -> str:
+    """The message of a run that must be refused without a trace, with its directory shortened to DIR."""
+    before = tree(place.path)
+    done = command("run", place.run_file, *options)
+    assert (done.code, done.out) == (2, "")
+    assert tree(place.path) == before
+    assert "calibrate" not in done.err and "Traceback" not in done.err
+    assert "\n  evidence: " in done.err and "\n  remedy: " in done.err
+    return done.err.replace(str(place.path), "DIR")
+
+
 @pytest.mark.parametrize("case", MISTAKES)
 def test_a_mistake_is_refused_in_seconds_before_calibration(place: Workplace, command: Command, case: str):
-    spoil, code = MISTAKES[case]
+    spoil, code, *begins = MISTAKES[case]
     spoil(place)
     began = time.process_time()
-    done = command("run", place.run_file)
+    message = refusal(command, place)
     seconds = time.process_time() - began
-    assert (done.code, codes(done.err)) == (2, [code]), done.err
-    assert "calibrate" not in done.err and "\n  remedy: " in done.err
+    assert codes(message) == [code]
+    assert all(f"error: {each}" in message for each in begins), message
     assert seconds < LIMIT_SECONDS
 
 
@@ -267,12 +340,142 @@ def test_a_target_without_an_engine_ends_the_run_before_evaluation(place: Workpl
     assert "✓ build" in done.err and "✓ evaluate" not in done.err
 
 
+@pytest.mark.parametrize(
+    ("setting", "begins", "near"),
+    [
+        ("outputs.0.label=click", f"column 'click' {OF_ROWS}", "is 'clicked'"),
+        ("outputs.1.weight=imp", f"column 'imp' {OF_ROWS}", "is '"),
+        ("data.group=request_id", f"column 'request_id' {OF_ROWS}", "is '"),
+        ("data.slices=[d33]", f"column 'd33' {OF_ROWS}", "are 'd3', 'd13'"),
+        ("plan.keep=[heds]", "plan.keep: pattern 'heds' matches no site and no node", "is 'heads'"),
+        ("plan.force=[heds]", "plan.force: pattern 'heds' matches no site", "is 'heads'"),
+    ],
+)
+def test_a_wrong_name_is_told_its_nearest(place, command, setting, begins, near):
+    message = refusal(command, place, "--quiet", "--set", setting)
+    assert message.startswith(f"error: {begins}") and "the nearest of " in message and near in message
+
+
+@pytest.mark.slow
+def test_a_model_that_couples_rows_goes_on_where_that_is_asked_for(place, command):
+    model(couple_rows)(place)
+    done = command("doctor", "--model", place.path / "ranker.onnx")
+    assert "✗ node 'relu2/softmax' (Softmax) couples the rows of a batch" in done.out
+    place.write_run_file(model={"require_independent_rows": False})
+    result = run(place.run_file, RunOptions(until=Stage.REPORT))
+    (note,) = (note for note in result.report.notes if "node 'relu2/softmax' (Softmax)" in note)
+    assert "`model.require_independent_rows` is false" in note
+
+
+@pytest.mark.slow
+def test_a_mod_that_fails_costs_the_run_nothing_but_the_mod(place, monkeypatch):
+    def match(mod: PadSites, model: GraphModel) -> Found[Any]:
+        model.graph.nodes.clear()
+        raise RecursionError("too deep")
+
+    monkeypatch.delenv(STRICT)
+    monkeypatch.setattr(PadSites, "match", match)
+    result = run(place.run_file, RunOptions(until=Stage.REPORT))
+    log = serde.read(RewriteLog, result.directory / "model" / "mods.json")
+    record = next(record for record in log.records if record.transform == PadSites.name)
+    assert record.rolled_back
+    assert "RecursionError: too deep" in record.declined[0].reason
+    assert all("RecursionError: too deep" in file.read_text("utf-8") for file in result.report_files)
+
+
+class _RunsCode:
+    """Pickles into something that makes a file when it is loaded carelessly."""
+
+    def __init__(self, trace: Path) -> None:
+        self.trace = trace
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Path.touch, (self.trace,))
+
+
+def test_checkpoint_that_holds_more_than_weights(place, command, tmp_path):
+    pytest.importorskip("torch", reason="needs torch")
+    import torch
+
+    (place.path / "careless_ranker.py").write_text(
+        "import numpy, torch\n"
+        "def build():\n"
+        "    return torch.nn.Linear(16, 1), {'dense': numpy.zeros((1, 16), numpy.float32)}\n"
+    )
+    trace = tmp_path / "code-ran"
+    torch.save({"weight": _RunsCode(trace)}, place.path / "weights.pt")
+    place.write_run_file(
+        model={"onnx": None, "torch": "careless_ranker:build", "checkpoint": "weights.pt"},
+        outputs=[CTR],
+        data={"inputs": {"dense": RUN_VALUES["data"]["inputs"]["dense"]}},
+    )
+    (place.path / "__pycache__").mkdir()  # importing the builder fills it
+    before = tree(place.path)
+    done = command("run", place.run_file, "--quiet")
+    left = set(tree(place.path)) - set(before)
+    assert (done.code, {name for name in left if not name.startswith("__pycache__")}) == (2, set())
+    assert not trace.exists()
+    message = done.err.replace(str(place.path), "DIR")
+    assert message.startswith("error: DIR/weights.pt: the checkpoint holds more than weights")
+
+
+# The output directory ------------------------------------------------------------------------------
+
+
+# A mode of 0o555 would not stop root; /proc stops everyone.
+@pytest.mark.parametrize("output", ["out", "out/run", "/proc/loka-onnx/run"])
+def test_a_place_where_nothing_can_be_made(place, command, output):
+    (place.path / "out").write_text("mine")
+    message = refusal(command, place, "--output", place.path / output)
+    assert codes(message) == ["E1501"] and f"'{Path('DIR') / output}'" in message
+
+
+@pytest.mark.parametrize("option", [(), ("--force",), ("--resume",)])
+def test_a_directory_of_something_else_is_never_touched(place, command, option):
+    (place.path / "thesis" / "data").mkdir(parents=True)
+    (place.path / "thesis" / "report.html").write_text("ten years of work")
+    message = refusal(command, place, "--output", place.path / "thesis", *option)
+    assert codes(message) == ["E1504"] and "'DIR/thesis'" in message
+
+
+def test_a_finished_run_is_neither_extended_nor_replaced_unasked(finished, command):
+    done = command("run", finished.directory.parents[1] / "RUN.yaml", "--quiet")
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith(f"error: the output directory '{finished.directory}' is not empty\n")
+
+
+def test_force_and_resume(place, command):
+    assert "--force and --resume exclude each other" in refusal(command, place, "--force", "--resume")
+
+
+def test_an_empty_directory_of_the_user_stays(place, command):
+    (place.path / "mine").mkdir()
+    rows(d3=put(7, np.nan))(place)
+    refusal(command, place, "--output", place.path / "mine")
+
+
+@pytest.mark.slow
+def test_force_gives_the_earlier_run_back_when_the_new_input_is_wrong(place, command):
+    assert command("plan", place.run_file, "--quiet").code == 0
+    rows(d3=put(7, np.nan))(place)
+    assert "holds NaN" in refusal(command, place, "--force")
+    write_ranker(place.path / "ranker.onnx", opset=10)
+    assert "uses opset 10" in refusal(command, place, "--force")
+
+
+def test_debug_adds_the_traceback(place, command):
+    place.run_file.unlink()
+    done = command("run", place.run_file, "--debug")
+    assert done.code == 2
+    assert "Traceback" in done.err and done.err.endswith("writes one to start from\n  code: E0101\n")
+
+
 def main() -> None:
     """Print the table."""
     from loka_onnx.cli.main import main as loka_onnx
 
     print(f"{'mistake':<45} exit  codes        seconds")
-    for case, (spoil, _) in MISTAKES.items():
+    for case, (spoil, *_) in MISTAKES.items():
         with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()) as said:
             place, code = make_workplace(Path(folder) / "work"), 0
             spoil(place)

@@ -5,6 +5,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from benchmarks.peers.processes import ChildLimits, ChildResult, run_job
 
 CHILDREN = Path(__file__).parents[3] / "benchmarks" / "peers" / "children"
@@ -77,6 +79,7 @@ def test_the_time_limit_ends_the_child_and_what_it_started(tmp_path: Path) -> No
     assert not _is_alive(pid)
 
 
+@pytest.mark.slow
 def test_the_memory_limit_ends_the_child(tmp_path: Path) -> None:
     body = "held = []\nwhile True:\n    held.append(os.urandom(8 << 20))\n    time.sleep(0.005)"
 

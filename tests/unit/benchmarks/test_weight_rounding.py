@@ -46,9 +46,7 @@ def written_out(weight: Matrix, gram: Matrix, grid: Grid) -> Matrix:
 @FORMATS
 @WEIGHTS
 @pytest.mark.parametrize("k", [1, 2, 7, 24, BLOCK + 5])
-def test_it_is_obq_in_the_order_of_the_diagonal(
-    k: int, format: NumberFormat, granularity: Granularity
-) -> None:
+def test_it_is_obq_in_the_order_of_the_diagonal(k, format, granularity):
     weight, gram = weight_of(k, 5, seed=k), gram_of(k, 4 * k + 8, seed=k + 1)
     grid = grid_of(weight, format, granularity)
     ours, reference = gptq(weight, gram, grid, damping=0.0), written_out(weight, gram, grid)
@@ -59,9 +57,7 @@ def test_it_is_obq_in_the_order_of_the_diagonal(
 @FORMATS
 @WEIGHTS
 @pytest.mark.parametrize("seed", range(5))
-def test_the_error_on_calibration_rows_falls(
-    seed: int, format: NumberFormat, granularity: Granularity
-) -> None:
+def test_the_error_on_calibration_rows_falls(seed, format, granularity):
     weight, gram = weight_of(48, 16, seed), gram_of(48, 400, seed)
     grid = grid_of(weight, format, granularity)
     nearest = energy(weight - grid.nearest(weight), gram)
@@ -69,7 +65,7 @@ def test_the_error_on_calibration_rows_falls(
 
 
 @FORMATS
-def test_weights_on_the_grid_stay(format: NumberFormat) -> None:
+def test_weights_on_the_grid_stay(format):
     weight = weight_of(20, 6, seed=0)
     grid = grid_of(weight, format, Granularity.PER_CHANNEL)
     on_grid = grid.nearest(weight)
@@ -77,7 +73,7 @@ def test_weights_on_the_grid_stay(format: NumberFormat) -> None:
 
 
 @FORMATS
-def test_inputs_that_are_always_0_and_too_few_rows(format: NumberFormat) -> None:
+def test_inputs_that_are_always_0_and_too_few_rows(format):
     weight, gram = weight_of(32, 4, seed=0), gram_of(32, 5, seed=1)
     gram[3] = gram[:, 3] = 0.0
     grid = grid_of(weight, format, Granularity.PER_TENSOR)
@@ -89,7 +85,7 @@ def test_inputs_that_are_always_0_and_too_few_rows(format: NumberFormat) -> None
     np.testing.assert_array_equal(dead, grid.nearest(weight))
 
 
-def test_least_squares_makes_up_for_the_error_of_inputs() -> None:
+def test_least_squares_makes_up_for_the_error_of_inputs():
     random = np.random.default_rng(0)
     exact = random.standard_normal((500, 6)).astype(np.float32) + np.float32(3.0)
     rounded = (0.8 * exact + 0.1 * random.standard_normal(exact.shape)).astype(np.float32)

@@ -26,6 +26,7 @@ from loka_onnx.engines.inductor.package import InductorEngine, InputPort, Output
 from loka_onnx.engines.migraphx.session import MigraphxEngine, ProgramFile, ProgramInput, ProgramOutput
 from loka_onnx.engines.onnxruntime.io_binding_settings import PROGRAMS, SETTINGS_FILE, IoBindingSettings
 from loka_onnx.engines.triton.models import TritonOptions
+from loka_onnx.runtime import load
 
 OPTIONS = TritonOptions("ranker")
 Files = dict[str, bytes]
@@ -262,13 +263,29 @@ def exported_package(sample: SampleRun, root: Path, *, static: int) -> Path:
     return root / "repository"
 
 
+@pytest.fixture(scope="module")
+def served(sample: SampleRun, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a bundle of one package, and its repository."""
+    return exported_package(sample, tmp_path_factory.mktemp("served"), static=0).parent
+
+
 @pytest.mark.slow
-def test_the_pytorch_backend_can_open_and_run_a_package(sample, tmp_path):
+def test_a_trusted_bundle_is_served_by_a_package_of_inductor(sample, served):
+    rows, exact = sample.contents.sample["dense"], sample.contents.fallback.outputs["ctr"]
+    with load(served / "bundle", trust=True) as engine:
+        assert engine.entry.backend == "inductor"
+        assert engine.health().ready
+        for count in (1, 3, 8):
+            np.testing.assert_allclose(engine.infer({"dense": rows[:count]})["ctr"], exact[:count], atol=1e-4)
+    assert load(served / "bundle").entry.backend == "onnxruntime"
+
+
+@pytest.mark.slow
+def test_the_pytorch_backend_can_open_and_run_a_package(sample, served):
     """With the arguments and the checks of `src/pt2/model_state.cc`."""
     import torch
 
-    repository = exported_package(sample, tmp_path, static=0)
-    package = repository / "ranker-cpu-inductor-cpu-fp32-program/1/model.pt2"
+    package = served / "repository/ranker-cpu-inductor-cpu-fp32-program/1/model.pt2"
     # Package, program, run_single_threaded, runners, device: -1 is the CPU.
     loader = torch._C._aoti.AOTIModelPackageLoader(str(package), "model", False, 1, -1)
     taken, given = (json.loads(spec)[1] for spec in loader.get_call_spec())

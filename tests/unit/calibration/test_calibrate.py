@@ -149,6 +149,7 @@ def test_every_rule_is_measured_under_its_own_scale(format, tmp_path):
     assert entry.sensitivities[0].recipe == best.recipe
 
 
+@pytest.mark.slow
 def test_the_plan_quantizes_with_the_scale_of_the_rule_that_won(tmp_path):
     """E4M3 has so little range that 3,000 times the rest pushes the rest under its normal numbers."""
     artifact = artifact_of(tmp_path, TWO_SITES)

@@ -1,10 +1,13 @@
-"""A profile of two formats holds what two profiles of one format hold, at less than their cost."""
+"""Two formats in one profile, and a ranker planned in integers up to its graph in ONNX Runtime."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
+import numpy as np
+import onnx
 import pytest
 from small_models import LOGIT, SHARED, artifact_of, columns_of, dataset_of
 
@@ -12,12 +15,14 @@ from loka_onnx.calibration.calibrate import ProbeOptions, ProfiledModel, calibra
 from loka_onnx.calibration.effects.switchable import SwitchableModel
 from loka_onnx.core import serde
 from loka_onnx.core.exact_sum import ExactSum
-from loka_onnx.core.formats import E4M3FN, UINT8, Precision
-from loka_onnx.core.plan import Climb, Climbs
+from loka_onnx.core.formats import E4M3FN, INT8, UINT8, NumberFormat, Precision
+from loka_onnx.core.plan import Climb, Climbs, Decision, PrecisionPlan
 from loka_onnx.core.profile import Profile
-from loka_onnx.core.recipe import Recipe
+from loka_onnx.core.recipe import MSE, Granularity, Recipe
 from loka_onnx.pipeline.plans import recipes_of
 from loka_onnx.planning.policy import PlanOptions, make_plans, open_verdicts
+from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
+from loka_onnx.transforms.precision.apply_plan import PlanForm, apply_plan
 
 FLOAT, INTEGER = recipes_of(E4M3FN), recipes_of(UINT8)
 BOTH = (*FLOAT, *INTEGER)
@@ -120,3 +125,134 @@ def test_a_site_is_open_while_it_is_in_any_format(measure, tmp_path):
     both, artifact = measure(), artifact_of(tmp_path)
     alone = [open_verdicts(artifact, both.of(p), (LOGIT,)) for p in both.precisions]
     assert {*open_verdicts(artifact, both, (LOGIT,))} == {*alone[0], *alone[1]}
+
+
+PRODUCTS = {"left": "w_left", "right": "w_right", "deep": "w_deep", "head": "w_head"}
+
+
+class Integers:
+    """The model of `small_models` in float64, products of planned sites in int64."""
+
+    def __init__(self, path: Path, decisions: dict[str, Decision]) -> None:
+        stored = onnx.load(path).graph.initializer
+        self.weights = {t.name: onnx.numpy_helper.to_array(t).astype(np.float64) for t in stored}
+        self.decisions = decisions
+
+    def product(self, site: str, x: np.ndarray) -> np.ndarray:
+        w, decision = self.weights[PRODUCTS[site]], self.decisions.get(site)
+        if decision is None:
+            return x @ w
+        scale, zero = decision.activation_scale, decision.activation_zero_point
+        columns = decision.weight_scale
+        low, high = (0, 255) if decision.recipe.format == UINT8 else (-128, 127)
+        a = np.clip(np.rint(np.float32(x) / np.float32(scale)).astype(np.int64) + zero, low, high) - zero
+        b = np.rint(np.float32(w) / np.float32(columns)).astype(np.int64)
+        return (a @ b) * (scale * np.array(columns))
+
+    def __call__(self, x: np.ndarray) -> np.ndarray:
+        d = self.product("right", x) * np.tanh(self.product("left", x))
+        centred = d - d.mean(axis=1, keepdims=True)
+        e = centred / np.sqrt(np.square(centred).mean(axis=1, keepdims=True) + 1e-5)
+        return self.product("head", np.maximum(self.product("deep", e), 0.0))
+
+
+@pytest.mark.parametrize("format", [INT8, UINT8])
+def test_from_rows_to_the_planned_graph(format: NumberFormat, tmp_path: Path) -> None:
+    artifact, columns = artifact_of(tmp_path), columns_of(600)
+    data, x = dataset_of(tmp_path / "data", columns), columns["x"]
+    recipes = tuple(Recipe.of(format, weight, MSE) for weight in Granularity)
+    options = ProbeOptions(recipes, threads=1, error_precision=None, weight=Granularity.PER_CHANNEL, draws=2)
+    profile = calibrate(artifact, (LOGIT,), data, tmp_path, options)
+    assert serde.loads(Profile, serde.dumps(profile)) == profile
+    asked = PlanOptions(plans=("fp8-all",), base=Precision.FP32)
+    (plan,) = make_plans(artifact, profile, (LOGIT,), recipes, asked).plans
+    assert serde.loads(PrecisionPlan, serde.dumps(plan)) == plan
+    decisions = {name: plan.decision(name) for name in PRODUCTS}
+    # Zero points are left out where they are 0, so documents of symmetric formats hold none.
+    assert ("activation_zero_point" in serde.dumps(plan)) is (format == UINT8)
+    assert plan.quantized_sites == tuple(PRODUCTS)
+    assert plan.fp8_sites == ()
+    for name, decision in decisions.items():
+        assert decision.precision is Precision.INT8
+        assert decision.recipe.id == f"{format.id}/per_tensor/per_channel/mse"
+        # Behind the Relu nothing is negative.
+        assert (decision.activation_zero_point > 0) == (format == UINT8 and name != "head")
+
+    path = Path(artifact.path)
+    exact = Integers(path, {})(x)
+    planned = apply_plan(artifact, plan, PlanForm(Precision.FP32), tmp_path / "planned.onnx")
+    got = OnnxSession(planned.path, SessionOptions(optimize=False)).run({"x": x})["y"]
+    want = Integers(path, decisions)(x)
+    # A tie that falls the other way moves a row by a step.
+    assert (np.abs(got - want) > 1e-4 * np.abs(want).max()).mean() < 0.02
+    assert 0.001 < np.sqrt(np.square(want - exact).mean() / np.square(exact).mean()) < 0.1
+
+    # What the probe measured, alone at each site.
+    for name, decision in decisions.items():
+        alone = Integers(path, {name: decision})(x) - exact
+        sensitivity = profile.site(name).sensitivity(decision.recipe.id, "y")
+        assert sensitivity.delta.rmse == pytest.approx(np.sqrt(np.square(alone).mean()), rel=1e-3)
+        error = profile.site(name).error(decision.recipe.id)
+        assert error.activation_scale == decision.activation_scale
+        assert 0.0 < error.relative_error < 0.05
+    of_left = profile.site("left").error(decisions["left"].recipe.id)
+    rounded = Integers(path, decisions).product("left", x)
+    plain = Integers(path, {}).product("left", x)
+    noise = np.sqrt(np.square(rounded - plain).sum() / np.square(plain).sum())
+    assert of_left.relative_error == pytest.approx(noise, rel=1e-4)
+    left = decisions["left"]
+    code = np.rint(x / np.float32(left.activation_scale)) + left.activation_zero_point
+    assert of_left.saturated == ((code < format.min) | (code > format.max)).sum()
+    assert of_left.underflowed == ((code == left.activation_zero_point) & (x != 0)).sum()
+
+
+def test_further_rows_keep_scales_and_zero_points(tmp_path: Path) -> None:
+    artifact, recipes = artifact_of(tmp_path), (Recipe.of(UINT8),)
+    options = ProbeOptions(recipes, threads=1, draws=1, batch_size=128)
+    first = dataset_of(tmp_path / "first", columns_of(256))
+    wider = columns_of(256, seed=2)
+    profile = calibrate(artifact, (LOGIT,), first, tmp_path, options)
+    second = dataset_of(tmp_path / "second", wider | {"x": wider["x"] * 2 - 1})
+    more = update(profile, ProfiledModel(artifact, (LOGIT,)), second, tmp_path, replace(options))
+    assert more.scales == profile.scales
+    assert more.scales.keys() == {"uint8/amax", "uint8/amax/zero_point"}
+    assert more.site("left").operands["x"].minimum < profile.site("left").operands["x"].minimum
+    assert more.site("left").error(recipes[0].id).saturated > 0
+
+
+def test_formats_compete_at_each_site(tmp_path: Path) -> None:
+    """Normal values: an integer grid is finer there than that of E4M3."""
+    artifact = artifact_of(tmp_path)
+    data = dataset_of(tmp_path / "data", columns_of(256))
+    recipes = tuple(Recipe.of(format) for format in (E4M3FN, INT8, UINT8))
+    profile = calibrate(artifact, (LOGIT,), data, tmp_path, ProbeOptions(recipes, threads=1, draws=1))
+    asked = PlanOptions(plans=("int8-all",), base=Precision.FP32)
+    (plan,) = make_plans(artifact, profile, (LOGIT,), recipes, asked).plans
+    for name in PRODUCTS:
+        errors = {error.recipe: error.relative_error for error in profile.site(name).errors}
+        assert len(errors) == 3
+        assert plan.decision(name).recipe.id == min(errors, key=errors.__getitem__)
+
+
+def test_products_without_an_integer_kernel_stay_out_even_where_forced(tmp_path: Path) -> None:
+    body = """
+        u = Unsqueeze(x, one)
+        [batched] m = MatMul(u, w_batched)
+        t = Transpose<perm=[0,2,1]>(m)
+        [turned] n = MatMul(w_left, t)
+        f = Flatten(n)
+        [plain] g = MatMul(f, w_deep)
+        [head] y = MatMul(g, w_head)
+    """
+    w_batched = np.random.default_rng(0).standard_normal((1, 16, 16)) / 4
+    artifact = artifact_of(tmp_path, body, w_batched=w_batched, one=np.array([1]))
+    recipes = tuple(Recipe.of(UINT8, weight, MSE) for weight in Granularity)
+    data = dataset_of(tmp_path / "data", columns_of(256))
+    profile = calibrate(artifact, (LOGIT,), data, tmp_path, ProbeOptions(recipes, threads=1, draws=1))
+    asked = PlanOptions(plans=("int8-all", "int8-safe"), base=Precision.FP32, force=("batched", "turned"))
+    for plan in make_plans(artifact, profile, (LOGIT,), recipes, asked).plans:
+        assert plan.decision("batched").reason.startswith("its weight has 3 axes")
+        assert plan.decision("turned").reason.startswith("its weight is the left factor")
+        assert not {"batched", "turned"} & {*plan.quantized_sites}
+    safe = make_plans(artifact, profile, (LOGIT,), recipes, asked).plan("int8-safe")
+    assert "INT8 kernels want both to be at least 16" in safe.decision("head").reason

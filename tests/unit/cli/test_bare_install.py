@@ -1,15 +1,28 @@
-"""What works without any optional package, and what `import loka_onnx` costs."""
+"""The command's surface on any host: bare installs, poor hosts, schemas and completion."""
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
+import jsonschema
 import pytest
+from rich_run import rich
 
 import loka_onnx
+from loka_onnx.cli import main as cli
+from loka_onnx.cli.main import main
+from loka_onnx.cli.schema import Document, schema_text
+from loka_onnx.core import serde
+from loka_onnx.errors import OutputError
+from loka_onnx.graph.storage import replacing
 
 HEAVY = (
     "torch", "triton", "onnxruntime", "tensorrt_rtx", "tensorrt", "recbole", "safetensors", "onnxscript",
@@ -49,7 +62,7 @@ def bare(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-def test_every_module_imports() -> None:
+def test_every_module_imports():
     done = python(BLOCK + IMPORT_ALL)
     assert done.returncode == 0, done.stderr
     failed = json.loads(done.stdout)
@@ -60,7 +73,7 @@ def test_every_module_imports() -> None:
 
 
 @pytest.mark.slow
-def test_doctor_says_what_is_missing() -> None:
+def test_doctor_says_what_is_missing():
     done = bare("doctor")
     assert (done.returncode, done.stderr) == (0, "")
     lines = [line.strip() for line in done.stdout.splitlines()]
@@ -72,7 +85,7 @@ def test_doctor_says_what_is_missing() -> None:
 
 
 @pytest.mark.slow
-def test_doctor_in_json() -> None:
+def test_doctor_in_json():
     done = bare("doctor", "--json")
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
@@ -82,14 +95,14 @@ def test_doctor_in_json() -> None:
 
 
 @pytest.mark.slow
-def test_other_verbs_that_need_nothing() -> None:
+def test_other_verbs_that_need_nothing():
     assert json.loads(bare("schema").stdout)["title"] == "loka-onnx run file"
     assert bare("--version").stdout == f"loka-onnx {loka_onnx.__version__}\n"
     assert "evaluate" in bare("--help").stdout
 
 
 @pytest.mark.slow
-def test_the_demo_says_what_it_needs(tmp_path: Path) -> None:
+def test_the_demo_says_what_it_needs(tmp_path):
     done = bare("demo", "--output", str(tmp_path / "runs" / "demo"))
     assert done.returncode == 2
     assert done.stderr.startswith("error: PyTorch is not installed\n")
@@ -97,7 +110,7 @@ def test_the_demo_says_what_it_needs(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_import_is_light() -> None:
+def test_import_is_light():
     done = python(
         "import sys, loka_onnx; dir(loka_onnx); print(*sorted({n.partition('.')[0] for n in sys.modules}))"
     )
@@ -108,19 +121,165 @@ def test_import_is_light() -> None:
 
 
 @pytest.mark.parametrize("name", loka_onnx.__all__)
-def test_public_names_resolve(name: str) -> None:
+def test_public_names_resolve(name):
     value = getattr(loka_onnx, name)
     assert value.__name__ == name
     assert value.__doc__
 
 
-def test_public_names_shadow_no_package() -> None:
+def test_public_names_shadow_no_package():
     packages = {path.name.removesuffix(".py") for path in Path(loka_onnx.__path__[0]).iterdir()}
     assert not packages & set(loka_onnx.__all__)
     assert set(loka_onnx.__all__) == set(loka_onnx._MODULES)
     assert set(loka_onnx.__all__) <= set(dir(loka_onnx))
 
 
-def test_unknown_name() -> None:
+def test_unknown_name():
     with pytest.raises(AttributeError, match="module 'loka_onnx' has no attribute 'quantise'"):
         _ = loka_onnx.quantise
+
+
+COMMAND = [sys.executable, "-c", "from loka_onnx.cli import command; command()"]
+
+
+@pytest.mark.slow
+def test_an_output_that_is_full_is_an_error_and_no_traceback():
+    for arguments in (["--version"], ["schema", "run"]):
+        with Path("/dev/full").open("w") as full:
+            done = subprocess.run(
+                [*COMMAND, *arguments], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+            )
+        assert done.returncode == 1
+        assert done.stderr.startswith("error: ")
+        assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("delay", [0.05, 0.15, 0.4])
+def test_ctrl_c_while_modules_are_imported_leaves_no_traceback(delay, tmp_path):
+    started = tmp_path / "started"
+    code = f"from loka_onnx.cli import command; open({str(started)!r}, 'w').close(); command()"
+    process = subprocess.Popen([sys.executable, "-c", code, "doctor"], stderr=subprocess.PIPE, text=True)
+    while not started.exists():
+        time.sleep(0.005)
+    time.sleep(delay)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode in {-signal.SIGINT, 130}
+    assert "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError("12 GB"),
+        RuntimeError("can't start new thread"),
+        OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),
+        OSError(errno.EAGAIN, os.strerror(errno.EAGAIN)),
+        OSError(errno.EMFILE, os.strerror(errno.EMFILE)),
+    ],
+    ids=str,
+)
+def test_what_the_host_ran_out_of_is_told_as_itself(error, monkeypatch, capsys):
+    def failing(*arguments: object, **named: object) -> None:
+        raise error
+
+    monkeypatch.setattr(cli, "app", failing)
+    handler = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["doctor"])
+    signal.signal(signal.SIGTERM, handler)
+    said = capsys.readouterr().err
+    assert ended.value.code == 1
+    assert "Traceback" not in said and "please report" not in said and str(error) in said
+
+
+def test_a_disk_that_is_full_while_a_model_is_written_is_an_error_of_the_place(tmp_path):
+    (tmp_path / ".model.onnx.unfinished").symlink_to("/dev/full")
+    with pytest.raises(OutputError), replacing(tmp_path / "model.onnx") as stream:
+        stream.write(bytes(1 << 20))
+    assert list(tmp_path.iterdir()) == []
+
+
+DOCS = Path(__file__).parents[3] / "docs"
+
+
+def printed(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("document", ["profile", "report", "run-comparison"])
+def test_the_published_schema_is_current(document, capsys):
+    """Write it anew with `loka-onnx schema profile > docs/profile-schema.json`, and likewise the others."""
+    text = printed(["schema", document], capsys)
+    assert text == (DOCS / f"{document}-schema.json").read_text()
+    jsonschema.Draft202012Validator.check_schema(json.loads(text))
+
+
+def test_the_run_file_is_what_is_asked_for_without_a_word(capsys):
+    assert printed(["schema"], capsys) == printed(["schema", "run"], capsys)
+
+
+def test_a_profile_fits_its_schema_and_nothing_strange_does(sample):
+    schema = jsonschema.Draft202012Validator(json.loads(schema_text(Document.PROFILE)))
+    profile = serde.dumps(rich(sample.report, sequential=True).profile)
+    schema.validate(json.loads(profile))
+
+    def broken(change: Any) -> dict[str, Any]:
+        other = json.loads(profile)
+        change(other)
+        return other
+
+    for change in (
+        lambda d: d.update(schema="loka-onnx/profile/2"),
+        lambda d: d["value"].pop("rows"),
+        lambda d: d["value"].update(colour="red"),
+        lambda d: d["value"]["sampling"].update(looks="often"),
+        lambda d: d["value"]["groups"][0]["sensitivities"][0].pop("kl_moments"),
+        lambda d: d["value"]["scales"]["e4m3fn/amax"].update(dense="large"),
+        lambda d: d["value"]["sites"][0]["operands"]["dense"]["histogram"].update(counts=[0.5]),
+        lambda d: d["value"]["sites"][0]["errors"][0].update(noise="much"),
+    ):
+        assert not schema.is_valid(broken(change))
+
+
+Capture = pytest.CaptureFixture[str]
+
+
+def offered(line: str, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> list[str]:
+    """What bash is offered for the last word of a line."""
+    words = line.split(" ")
+    monkeypatch.setenv("_LOKA_ONNX_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", "\n".join(words))
+    monkeypatch.setenv("COMP_CWORD", str(len(words) - 1))
+    with pytest.raises(SystemExit) as ended:
+        main([])
+    assert ended.value.code == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    return captured.out.split()
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("loka-onnx cali", {"calibrate"}),
+        ("loka-onnx bundle pu", {"push", "pull"}),
+        ("loka-onnx run --re", {"--resume", "--require-fp8"}),
+        ("loka-onnx --lo", {"--log"}),
+        ("loka-onnx --log ", {"text", "json"}),
+        ("loka-onnx calibrate --executor r", {"ray"}),
+        # The shell's own business: files.
+        ("loka-onnx run R", set()),
+    ],
+)
+def test_what_is_offered(line, expected, monkeypatch, capsys):
+    assert set(offered(line, monkeypatch, capsys)) == expected
+
+
+def test_a_log_in_json_does_not_reach_the_shell(monkeypatch, capsys):
+    monkeypatch.setenv("LOKA_ONNX_LOG", "json")
+    assert offered("loka-onnx cali", monkeypatch, capsys) == ["calibrate"]

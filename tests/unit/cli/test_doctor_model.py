@@ -41,9 +41,7 @@ def told(capsys: pytest.CaptureFixture[str], model: Path) -> str:
 
 
 @pytest.mark.slow
-def test_no_problem_is_all_that_the_file_alone_can_show(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_problem_is_all_that_the_file_alone_can_show(tmp_path, capsys):
     model = saved(tmp_path / "plain.onnx", node="MatMul", shape=["n", 16])
     assert describe_model(model).problems == ()
     assert "  ✓ no problem found; the run file and its rows decide the rest\n" in told(capsys, model)
@@ -62,9 +60,7 @@ def test_no_problem_is_all_that_the_file_alone_can_show(
         ),
     ],
 )
-def test_what_a_run_refuses_is_a_problem(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], node: str, shape: list[str | int], problem: str
-) -> None:
+def test_what_a_run_refuses_is_a_problem(tmp_path, capsys, node, shape, problem):
     model = saved(tmp_path / "model.onnx", node=node, shape=shape)
     with pytest.raises(ModelError):
         bind_columns({}, import_onnx(model, tmp_path / "taken.onnx", (SPEC,)).inputs)
@@ -72,12 +68,12 @@ def test_what_a_run_refuses_is_a_problem(
     assert f"  ✗ {problem}" in page and "✓" not in page
 
 
-def test_a_batch_that_is_fixed_is_told_once(tmp_path: Path) -> None:
+def test_a_batch_that_is_fixed_is_told_once(tmp_path):
     model = saved(tmp_path / "fixed.onnx", node="MatMul", shape=[4, 16])
     assert describe_model(model).problems == ("input 'x' has no dynamic batch: its shape is [4, 16]",)
 
 
-def test_a_model_that_ends_the_process_is_a_problem_and_does_not_end_doctor(tmp_path: Path) -> None:
+def test_a_model_that_ends_the_process_is_a_problem_and_does_not_end_doctor(tmp_path):
     """A GRU over the rows whose id is not 0; generated ids of no table are all 0."""
     model = onnx.parser.parse_model("""
         <ir_version: 10, opset_import: ["" : 21]>

@@ -12,7 +12,7 @@ import pytest
 
 from loka_onnx.cli import doctor as doctor_verb
 from loka_onnx.cli.main import main
-from loka_onnx.errors import BudgetMissed, ConfigError, EngineError, InternalError, LokaError
+from loka_onnx.errors import BudgetMissed, ConfigError, EngineError, InternalError
 
 Capture = pytest.CaptureFixture[str]
 
@@ -41,9 +41,7 @@ def exit_code(arguments: list[str]) -> int:
 
 
 @pytest.mark.parametrize(("kind", "code"), [(ConfigError, 2), (EngineError, 1), (BudgetMissed, 3)])
-def test_an_expected_error_is_one_message(
-    monkeypatch: pytest.MonkeyPatch, capsys: Capture, kind: type[LokaError], code: int
-) -> None:
+def test_an_expected_error_is_one_message(monkeypatch, capsys, kind, code):
     error = kind("bad key", where="RUN.yaml:3", evidence="found 7", remedy="remove it")
     assert ending(monkeypatch, error) == code
     captured = capsys.readouterr()
@@ -55,9 +53,7 @@ def test_an_expected_error_is_one_message(
 
 
 @pytest.mark.parametrize("flags", [(), ("--debug",)])
-def test_what_others_wrote_cannot_steer_the_terminal(
-    monkeypatch: pytest.MonkeyPatch, capsys: Capture, flags: tuple[str, ...]
-) -> None:
+def test_what_others_wrote_cannot_steer_the_terminal(monkeypatch, capsys, flags):
     error = ConfigError(
         "bad key", evidence="found \x1b]0;owned\x1b\\ \x9b2J \u202egnp.exe", remedy="remove it"
     )
@@ -70,9 +66,7 @@ def test_what_others_wrote_cannot_steer_the_terminal(
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError("by zero"), InternalError("by zero")])
-def test_a_bug_says_that_it_is_one(
-    monkeypatch: pytest.MonkeyPatch, capsys: Capture, error: Exception
-) -> None:
+def test_a_bug_says_that_it_is_one(monkeypatch, capsys, error):
     assert ending(monkeypatch, error) == 1
     message = capsys.readouterr().err
     assert message.startswith("Traceback")
@@ -80,12 +74,12 @@ def test_a_bug_says_that_it_is_one(
     assert message.endswith("by zero\n")
 
 
-def test_ctrl_c(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+def test_ctrl_c(monkeypatch, capsys):
     assert ending(monkeypatch, KeyboardInterrupt()) == 130
     assert capsys.readouterr().err.startswith("interrupted; ")
 
 
-def test_brackets_in_a_message_are_not_markup(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+def test_brackets_in_a_message_are_not_markup(monkeypatch, capsys):
     ending(monkeypatch, ConfigError("[red]x[/red] and [/nothing]"))
     assert capsys.readouterr().err == "error: [red]x[/red] and [/nothing]\n"
 
@@ -93,24 +87,24 @@ def test_brackets_in_a_message_are_not_markup(monkeypatch: pytest.MonkeyPatch, c
 @pytest.mark.parametrize(
     "arguments", [["frobnicate"], ["run"], ["run", "--bogus", "x"], ["bundle", "verify"]]
 )
-def test_wrong_usage(arguments: list[str], capsys: Capture) -> None:
+def test_wrong_usage(arguments, capsys):
     assert exit_code(arguments) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.startswith("Usage: loka-onnx")
 
 
 @pytest.mark.parametrize("arguments", [["--quiet", "schema"], ["schema", "--quiet"]])
-def test_global_flags_stand_anywhere(arguments: list[str], capsys: Capture) -> None:
+def test_global_flags_stand_anywhere(arguments, capsys):
     assert exit_code(arguments) == 0
     assert capsys.readouterr().out.startswith("{")
 
 
-def test_a_bundle_that_does_not_verify(tmp_path: Path, capsys: Capture) -> None:
+def test_a_bundle_that_does_not_verify(tmp_path, capsys):
     assert exit_code(["bundle", "verify", str(tmp_path)]) == 3
     assert capsys.readouterr().err.startswith(f"error: {tmp_path}")
 
 
-def test_a_stream_that_knows_only_ascii(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_that_knows_only_ascii(monkeypatch):
     raw = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
     assert exit_code(["doctor"]) == 0

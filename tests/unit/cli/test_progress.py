@@ -1,17 +1,35 @@
-"""What a user sees while a run works, on a terminal, in a pipe and in a log."""
+"""What a user sees of a run, on a terminal, in a pipe and in a log, and what it ends with."""
 
 from __future__ import annotations
 
+import dataclasses
 import io
+import json
+import logging
+import os
+import subprocess
+import sys
+import warnings
+from typing import Any
 
+import jsonschema
 import pytest
+from changed_run import with_outputs
+from decided_run import DELTA, HARM, OVER_BF16, ROUTED, decided, routed
 from rich.console import Console
+from sample_run import DECLINED
 
 from loka_onnx.cli import progress as module
+from loka_onnx.cli import progress as progress_module
+from loka_onnx.cli.log_lines import Event, JsonLog, json_log, line_schema
+from loka_onnx.cli.main import main
+from loka_onnx.cli.outcome import first_line, outcome_json, print_outcome
 from loka_onnx.cli.progress import StageReporter
 from loka_onnx.cli.terminal import Terminal, is_plain
+from loka_onnx.core.evaluation import BudgetStatus, SliceDifference
 from loka_onnx.core.progress import Joined
 from loka_onnx.pipeline.directory import Outcome
+from loka_onnx.pipeline.run import RunResult
 
 
 class Tty(io.StringIO):
@@ -37,22 +55,22 @@ def report(stream: io.StringIO, *, quiet: bool = False) -> str:
     return stream.getvalue()
 
 
-def test_a_pipe_gets_one_line_for_each_stage() -> None:
+def test_a_pipe_gets_one_line_for_each_stage():
     lines = "✓ calibrate      6.8 s\n✓ plan           reused\n✓ mods           < 0.1 s\n"
     assert report(io.StringIO()) == lines
 
 
-def test_quiet_says_nothing() -> None:
+def test_quiet_says_nothing():
     assert report(io.StringIO(), quiet=True) == report(Tty(), quiet=True) == ""
 
 
-def test_a_terminal_gets_the_lines_and_is_left_clean() -> None:
+def test_a_terminal_gets_the_lines_and_is_left_clean():
     text = report(Tty())
     assert "✓" in text and "calibrate      6.8 s" in text
     assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 1, "the cursor comes back"
 
 
-def test_a_terminal_shows_the_running_task() -> None:
+def test_a_terminal_shows_the_running_task():
     stream = Tty()
     with reporting(stream) as reporter:
         reporter.on_stage("evaluate", None)
@@ -62,7 +80,7 @@ def test_a_terminal_shows_the_running_task() -> None:
         assert "25%" in stream.getvalue()
 
 
-def test_the_clock_goes_on_after_the_last_unit() -> None:
+def test_the_clock_goes_on_after_the_last_unit():
     with reporting(Tty()) as reporter:
         reporter.on_stage("evaluate", None)
         reporter.progress("fp8-all", 12, 12)
@@ -70,7 +88,7 @@ def test_the_clock_goes_on_after_the_last_unit() -> None:
         assert not task.finished and task.percentage > 99.9
 
 
-def test_a_bar_does_not_outlive_an_error() -> None:
+def test_a_bar_does_not_outlive_an_error():
     stream = Tty()
     with pytest.raises(ValueError), reporting(stream) as reporter:
         reporter.on_stage("build", None)
@@ -78,7 +96,7 @@ def test_a_bar_does_not_outlive_an_error() -> None:
     assert stream.getvalue().endswith("\r\x1b[2K\x1b[?25h\r"), "the line is erased and the cursor is back"
 
 
-def test_a_pipe_hears_from_a_long_stage_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pipe_hears_from_a_long_stage_now_and_then(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
     stream = io.StringIO()
@@ -92,7 +110,7 @@ def test_a_pipe_hears_from_a_long_stage_now_and_then(monkeypatch: pytest.MonkeyP
     ]
 
 
-def test_a_stage_says_its_place_among_those_that_are_left() -> None:
+def test_a_stage_says_its_place_among_those_that_are_left():
     places = []
     with reporting(Tty()) as reporter:
 
@@ -126,13 +144,7 @@ def test_a_stage_says_its_place_among_those_that_are_left() -> None:
         (Tty, {"TERM": "dumb"}, True, False),
     ],
 )
-def test_who_gets_plain_lines_and_who_colour(
-    monkeypatch: pytest.MonkeyPatch,
-    kind: type[io.StringIO],
-    environment: dict[str, str],
-    plain: bool,
-    coloured: bool,
-) -> None:
+def test_who_gets_plain_lines_and_who_colour(monkeypatch, kind, environment, plain, coloured):
     for name in ("NO_COLOR", "FORCE_COLOR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TERM", "xterm-256color")
@@ -146,7 +158,7 @@ def test_who_gets_plain_lines_and_who_colour(
     assert stream.getvalue() == ("\x1b[32mwithin\x1b[0m\n" if coloured else "within\n")
 
 
-def test_pieces_of_work_are_one_task() -> None:
+def test_pieces_of_work_are_one_task():
     told: list[tuple[str, int, int]] = []
     joined = Joined(lambda task, done, total: told.append((task, done, total)), 25)
     joined("judge a", 4, 10)
@@ -156,3 +168,211 @@ def test_pieces_of_work_are_one_task() -> None:
     joined.skip_to_next(10)
     joined("judge c", 5, 5)
     assert told == [("judge a", 4, 25), ("judge a", 10, 25), ("judge b", 13, 25), ("judge c", 25, 25)]
+
+
+Capture = pytest.CaptureFixture[str]
+
+
+def records(text: str) -> list[dict[str, Any]]:
+    found = [json.loads(line) for line in text.splitlines()]
+    for record in found:
+        jsonschema.validate(record, line_schema())
+    return found
+
+
+def reported(*, quiet: bool = False) -> list[dict[str, Any]]:
+    stream = io.StringIO()
+    console = Console(file=io.StringIO(), force_terminal=True)
+    with StageReporter(Terminal(console, console, quiet, JsonLog(stream))) as reporter:
+        reporter.on_stages(["calibrate", "plan"])
+        reporter.on_stage("calibrate", None)
+        for done in range(0, 101, 10):
+            reporter.progress("ranges", done, 100)
+        reporter.on_stage("calibrate", Outcome("calibrate", False, 6.84))
+        reporter.on_stage("plan", None)
+        reporter.on_stage("plan", Outcome("plan", True, 0.0))
+    assert console.file.getvalue() == "", "nothing but records"  # type: ignore[attr-defined]
+    return records(stream.getvalue())
+
+
+def test_a_stage_in_records(monkeypatch):
+    seconds = iter(range(10_000))
+    monkeypatch.setattr(progress_module.time, "monotonic", lambda: 0.1 * next(seconds))
+    found = reported()
+    assert [
+        (r["event"], r["stage"], r.get("position"), r.get("stages")) for r in found if "task" not in r
+    ] == [
+        ("stage_started", "calibrate", 1, 2),
+        ("stage_ended", "calibrate", 1, 2),
+        ("stage_started", "plan", 2, 2),
+        ("stage_ended", "plan", 2, 2),
+    ]
+    ended = [(r["reused"], r["seconds"]) for r in found if r["event"] == "stage_ended"]
+    assert ended == [(False, 6.84), (True, 0.0)]
+    tasks = [(r["task"], r["done"], r["total"]) for r in found if r["event"] == "progress"]
+    assert tasks[0] == ("ranges", 0, 100) and tasks[-1] == ("ranges", 100, 100)
+    assert 2 < len(tasks) < 11, "once a second, though it was told more often"
+    left = [r.get("seconds_left") for r in found if r["event"] == "progress"]
+    assert left[0] is None and left[-1] is None
+    known = [value for value in left if value is not None]
+    assert known == sorted(known, reverse=True) and known
+
+
+def test_quiet_records_nothing_of_stages():
+    assert reported(quiet=True) == []
+
+
+def test_what_others_say_becomes_records(capfd, monkeypatch):
+    # pytest has put its own object there, and takes what goes to the descriptor.
+    with os.fdopen(os.dup(2), "w") as text:
+        monkeypatch.setattr(sys, "stderr", _OfDescriptor(text))
+        with json_log() as log, warnings.catch_warnings():
+            warnings.simplefilter("always")
+            log.write(Event.STARTED, message="loka-onnx run", version="0")
+            logging.getLogger("some.library").warning("weights of %s are odd", "fc1")
+            logging.getLogger("some.library").info("never shown")
+            warnings.warn("will be gone in 2.0", DeprecationWarning, stacklevel=1)
+            os.write(2, "[W:onnxruntime] from C, π\nhalf a".encode())
+            subprocess.run([sys.executable, "-c", "import os; os.write(2, b' line\\n')"], check=True)
+        os.write(2, b"after it\n")
+    *lines, last = capfd.readouterr().err.splitlines()
+    assert last == "after it", "the stream is as it was"
+    found = [(r["level"], r.get("logger"), r.get("message")) for r in records("\n".join(lines))]
+    assert found[0] == ("info", None, "loka-onnx run")
+    assert ("warning", "some.library", "weights of fc1 are odd") in found
+    assert ("info", "stderr", "[W:onnxruntime] from C, π") in found
+    assert ("info", "stderr", "half a line") in found
+    (warned,) = [message for _, logger, message in found if logger == "py.warnings"]
+    assert "DeprecationWarning: will be gone in 2.0" in warned
+    assert len(found) == 5
+
+
+class _OfDescriptor(io.StringIO):
+    """Standard error as a process has it: an object over descriptor 2."""
+
+    def __init__(self, beneath: io.TextIOBase) -> None:
+        super().__init__()
+        self._beneath = beneath
+
+    def fileno(self) -> int:
+        return 2
+
+
+def ended(arguments: list[str], capsys: Capture) -> tuple[list[dict[str, Any]], str, int]:
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    captured = capsys.readouterr()
+    return records(captured.err), captured.out, int(end.value.code or 0)
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--log", "json", "schema"], ["schema", "--log", "json"], ["schema", "--log=json"]]
+)
+def test_the_result_stays_on_standard_output(arguments, capsys):
+    found, out, code = ended(arguments, capsys)
+    assert code == 0 and out.startswith("{")
+    assert [r["event"] for r in found] == ["started", "ended"]
+    assert found[0]["message"] == "loka-onnx schema" and found[1]["exit_code"] == 0
+
+
+def test_the_environment_asks_for_it_and_the_command_line_wins(monkeypatch, capsys):
+    monkeypatch.setenv("LOKA_ONNX_LOG", "json")
+    assert len(ended(["schema"], capsys)[0]) == 2
+    assert ended(["schema", "--log", "text"], capsys)[0] == []
+
+
+def test_a_secret_in_the_arguments_is_not_logged(tmp_path, capsys):
+    url = f"file://user:hunter2@{tmp_path}/nowhere"
+    found, _, _ = ended(["--log", "json", "bundle", "list", url], capsys)
+    assert found[0]["message"] == "loka-onnx bundle list"
+    assert "hunter2" not in json.dumps(found)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "said"),
+    [
+        (["runn"], "Usage", "No such command 'runn'"),
+        (["run"], "Usage", "Missing argument 'RUN.yaml'"),
+        (["run", "absent.yaml"], "ConfigError", "cannot read the run file"),
+    ],
+)
+def test_errors_are_records(arguments, kind, said, capsys):
+    found, out, code = ended([*arguments, "--log", "json"], capsys)
+    assert code == 2 and out == ""
+    assert [r["event"] for r in found] == ["started", "error", "ended"]
+    assert (found[1]["kind"], found[1]["exit_code"], found[1]["level"]) == (kind, 2, "error")
+    assert said in found[1]["message"] and "traceback" not in found[1]
+    assert found[2]["exit_code"] == 2
+
+
+def test_debug_adds_the_traceback(capsys):
+    found, _, _ = ended(["run", "absent.yaml", "--log", "json", "--debug"], capsys)
+    assert found[1]["traceback"].startswith("Traceback")
+
+
+def test_an_unknown_format_is_refused(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["--log", "xml", "schema"])
+    assert end.value.code == 2
+    assert "'xml' is not one of 'text', 'json'" in capsys.readouterr().err
+
+
+WAITS = "no nvidia-h100 on this host; `loka-onnx build --job jobs/x` builds it on a host with nvidia-h100"
+
+
+@pytest.mark.parametrize(
+    ("here", "place"), [("", "runs/a/jobs/x"), ("runs", "a/jobs/x"), ("elsewhere", "{root}/runs/a/jobs/x")]
+)
+def test_a_job_is_named_as_seen_from_here(tmp_path, monkeypatch, here, place):
+    (tmp_path / "runs" / "a").mkdir(parents=True)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / here)
+    told = first_line(dataclasses.replace(DECLINED, detail=f"{WAITS}\nmore"), tmp_path / "runs" / "a")
+    assert told == WAITS.replace("jobs/x", place.format(root=tmp_path))
+
+
+def test_other_details_are_told_as_they_are(tmp_path):
+    other = dataclasses.replace(DECLINED, detail="  declined: jobs/x\nmore")
+    assert first_line(other, tmp_path) == "declined: jobs/x"
+
+
+def test_a_slice_that_any_emitted_engine_harms_is_told(sample, tmp_path):
+    harmed = SliceDifference("country", "BR", 100, 100, HARM, HARM, HARM, BudgetStatus.BEYOND)
+    data = with_outputs(
+        routed(sample.report), lambda o: dataclasses.replace(o, slices=(harmed,)), "certification", ROUTED
+    )
+    stream = io.StringIO()
+    console = Console(file=stream, width=120)
+    print_outcome(Terminal(console, console), RunResult(tmp_path, report=data))
+    lines = stream.getvalue().splitlines()
+    assert [line for line in lines if line.startswith("! ")] == [
+        f"! {ROUTED}, ctr, slices: 1 of 1 judged beyond the budget of 0.02 %; "
+        "worst country = BR: +0.060 % [+0.030 %, +0.090 %]"
+    ]
+    first = "gpu: bf16 and fp8-safe, 2.10× over FP32 (246.0 µs → 117.0 µs at 1,024), ΔNE "
+    assert lines[1].startswith(first) and lines[2].rstrip() == "  fastest inside"
+
+
+def test_the_result_as_json_has_every_number_and_the_sentence(sample, tmp_path):
+    data = decided(sample.report)
+    told = json.loads(json.dumps(outcome_json(RunResult(tmp_path, report=data))))
+    (gpu, *_) = told["targets"]
+    assert gpu["times"] == [OVER_BF16.value, OVER_BF16.lower, OVER_BF16.upper]
+    assert gpu["sentence"].startswith("gpu: fp8-safe, 1.62× over BF16 (190.0 µs → 117.0 µs at 1,024), ΔNE ")
+    assert gpu["p50_us"] == {"1024": 117.0} and gpu["baseline"].endswith("bf16")
+    rows = {row["engine"]: row for row in told["engines"]}
+    assert rows.keys() == {engine.id for engine in data.engines}
+    emitted = rows[gpu["engines"][0]]
+    assert (emitted["is_emitted"], emitted["split"], emitted["verdict"]) == (True, "certification", "within")
+    assert emitted["change"] == pytest.approx([DELTA.value, DELTA.lower, DELTA.upper])
+    assert outcome_json(RunResult(tmp_path))["targets"] == []
+
+
+def test_a_reason_that_two_targets_share_is_told_once(sample, tmp_path):
+    data = decided(sample.report)
+    targets = tuple(dataclasses.replace(t, reason="as measured") for t in data.choice.targets)
+    data = dataclasses.replace(data, choice=dataclasses.replace(data.choice, targets=targets))
+    stream = io.StringIO()
+    console = Console(file=stream, width=80)
+    print_outcome(Terminal(console, console), RunResult(tmp_path, report=data))
+    assert len(targets) > 1 and stream.getvalue().count("as measured") == 1

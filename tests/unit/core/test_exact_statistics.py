@@ -1,4 +1,4 @@
-"""Exact sums against rational arithmetic, histograms of magnitudes against counting; both merge exactly."""
+"""Exact sums and ratios of moments, with their intervals, against fractions, SciPy and simulation."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
+from scipy import integrate, optimize, special, stats
 
 from loka_onnx.core.exact_sum import ExactSum
+from loka_onnx.core.intervals import RatioMoments, anytime_quantile, students_t
 from loka_onnx.core.statistics import BINS, RELATIVE_BIN_WIDTH, MagnitudeHistogram, bin_edge
 from loka_onnx.errors import InternalError
 from loka_onnx.numerics.histograms import count_magnitudes, histogram_of
+from loka_onnx.numerics.intervals import ratio_interval
 
 floats = st.floats(width=32, allow_nan=False, allow_infinity=False)
 arrays = npst.arrays(np.float32, st.integers(0, 200), elements=floats)
@@ -136,3 +139,153 @@ def test_what_float64_loses_is_kept():
 def test_what_is_not_finite_or_beyond_float64_has_no_sum(values):
     with pytest.raises(InternalError):
         ExactSum.of(values)
+
+
+def moments_of(a: np.ndarray, b: np.ndarray, rows: int | None = None) -> RatioMoments:
+    sums = (ExactSum.of(values.tolist()) for values in (a, b, a * a, a * b, b * b))
+    return RatioMoments(len(a) if rows is None else rows, len(a), *sums)
+
+
+def skewed(random: np.random.Generator, units: int) -> tuple[np.ndarray, np.ndarray]:
+    """Numerators and denominators like KL and loss: both skewed, and correlated. Their ratio is 0.5/1."""
+    b = random.exponential(1.0, units)
+    return 0.25 * b + random.exponential(0.25, units), b
+
+
+# Against other computations ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("freedom", [7, 8, 10, 20, 50, 4095])
+def test_students_t_is_scipys(freedom):
+    for probability in (0.5, 0.6, 0.9, 0.95, 0.975, 0.995, 0.999):
+        assert students_t(probability, freedom) == pytest.approx(
+            stats.t.ppf(probability, freedom), rel=1e-3, abs=1e-12
+        )
+
+
+def test_the_fixed_interval_is_the_delta_method_row_by_row():
+    a, b = skewed(np.random.default_rng(0), 300)
+    mine, rows = moments_of(a, b).interval(), ratio_interval(a, b)
+    assert mine.value == pytest.approx(a.sum() / b.sum(), rel=1e-14)
+    assert (mine.lower, mine.upper) == pytest.approx((rows.lower, rows.upper), rel=1e-6)
+    groups = np.random.default_rng(1).integers(0, 40, 300)
+    sums = [np.bincount(groups, weights=values) for values in (a, b)]
+    grouped, reference = moments_of(*sums, rows=300).interval(), ratio_interval(a, b, groups=groups)
+    # The expansion of Student's t against its inverse.
+    assert grouped.lower == pytest.approx(reference.lower, rel=1e-6) and grouped.rows == 300
+
+
+@pytest.mark.parametrize("confidence", [0.9, 0.95, 0.9995])
+def test_the_boundary_is_where_the_mixture_of_likelihood_ratios_reaches_one_over_alpha(confidence):
+    """∫ exp(λS − λ²n/2) dN(λ; 0, ρ²) is a martingale of mean 1, and at most 1/α ever but with chance α."""
+    alpha, tightest = 1 - confidence, 5000
+    # The exact minimizer, by the Lambert function; the module takes its expansion.
+    rho2 = (-2 * math.log(alpha) + math.log(1 - 2 * math.log(alpha))) / tightest
+    exact = (-special.lambertw(-(alpha**2) / math.e, -1).real - 1) / tightest
+    assert rho2 == pytest.approx(exact, rel=0.05)
+    for n in (100, 5000, 300_000):
+        s = anytime_quantile(n, tightest, confidence) * math.sqrt(n)
+        # exp(λS − λ²n/2) = exp(S²/2n) · exp(−n(λ − S/n)²/2): the peak is near S/n, shrunk towards 0.
+        peak, width = s * rho2 / (n * rho2 + 1), math.sqrt(rho2 / (n * rho2 + 1))
+
+        def integrand(x: float, n: int = n, s: float = s, rho2: float = rho2) -> float:
+            exponent = x * s - x * x * n / 2 - x * x / (2 * rho2) + math.log(alpha)
+            return math.exp(exponent) / math.sqrt(2 * math.pi * rho2)
+
+        mass, _ = integrate.quad(integrand, peak - 12 * width, peak + 12 * width, epsabs=0)
+        assert mass == pytest.approx(1.0, rel=1e-6)
+
+
+def test_the_interval_is_tightest_where_it_was_asked_to_be():
+    def width(rows: int, tightest: float) -> float:
+        return anytime_quantile(rows, round(tightest), 0.95)
+
+    best = optimize.minimize_scalar(
+        lambda log: width(10_000, math.exp(log)), bounds=(math.log(100), math.log(10**6)), method="bounded"
+    )
+    assert width(10_000, 10_000) <= 1.001 * best.fun
+    assert width(10_000, 100) > 1.05 * best.fun and width(10_000, 10**6) > 1.5 * best.fun
+
+
+def test_few_units_widen_the_anytime_interval_as_students_t_does():
+    for units in (9, 60, 4000):
+        moments = moments_of(*skewed(np.random.default_rng(0), units), rows=16384)
+        interval = moments.anytime_interval(16384)
+        errors = (interval.upper - interval.value) / moments.standard_error
+        tail = stats.norm.cdf(anytime_quantile(16384, 16384, 0.95))
+        assert errors == pytest.approx(stats.t.ppf(tail, units - 1), rel=1e-3)
+    assert errors == pytest.approx(3.036, abs=0.003)
+    # A tail beyond float64.
+    assert moments_of(*skewed(np.random.default_rng(0), 9)).anytime_interval(10**9).upper < math.inf
+
+
+def test_seven_units_say_nothing_and_a_denominator_of_zero_is_refused():
+    a, b = skewed(np.random.default_rng(0), 7)
+    assert moments_of(a, b).interval().upper == math.inf
+    assert moments_of(a, b).anytime_interval(100).lower == -math.inf
+    with pytest.raises(InternalError) as caught:
+        moments_of(a, 0 * b).interval()
+    assert str(caught.value) == "the denominator of a ratio sums to 0\n  evidence: over 7 rows"
+    for arguments in ((0, 10, 0.95), (10, 0, 0.95), (10, 10, 1.0)):
+        with pytest.raises(InternalError, match="a confidence sequence needs rows, and a confidence between"):
+            anytime_quantile(*arguments)
+
+
+# Promises ------------------------------------------------------------------------------------------
+
+
+def paths(kind: str, replicates: int, looks: list[int]) -> list[list[RatioMoments]]:
+    """Moments at every look of each replicate."""
+    random, rows, found = np.random.default_rng(7), looks[-1], []
+    for _ in range(replicates):
+        a, b = skewed(random, rows)
+        if kind == "rows":
+            users = np.arange(rows)
+        else:
+            # 200 users: each row's is drawn (scattered), or rows come user by user (sorted).
+            users = random.integers(0, 200, rows)
+            users = np.sort(users) if kind == "sorted users" else users
+            a *= np.exp(random.normal(-0.02, 0.2, 200))[users]
+        path = []
+        if kind == "rows":
+            sums = [np.cumsum(values)[np.array(looks) - 1] for values in (a, b, a * a, a * b, b * b)]
+            for n, *parts in zip(looks, *sums, strict=True):
+                path.append(RatioMoments(n, n, *(ExactSum((float(part),)) for part in parts)))
+        else:
+            for n in looks:
+                present = np.unique(users[:n], return_inverse=True)[1]
+                path.append(moments_of(*(np.bincount(present, weights=v[:n]) for v in (a, b)), rows=n))
+        found.append(path)
+    return found
+
+
+def held_throughout(found: list[list[RatioMoments]], how) -> float:
+    """Share of the replicates in which the truth is inside at every look."""
+    return float(np.mean([all(how(m).lower <= 0.5 <= how(m).upper for m in path) for path in found]))
+
+
+@pytest.mark.slow
+def test_the_anytime_interval_holds_at_all_of_fifty_looks_and_the_fixed_one_does_not():
+    looks = [round(100 * 1.1**k) for k in range(50)]
+    found = paths("rows", 400, looks)
+    assert held_throughout(found, lambda m: m.anytime_interval(400)) >= 0.95
+    assert held_throughout(found, lambda m: m.interval()) < 0.85
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["sorted users", "scattered users"])
+def test_the_anytime_interval_holds_for_grouped_rows(kind):
+    """Also where all users have been seen at the first look, and only their rows go on."""
+    looks = [round(2000 * 1.08**k) for k in range(50)]
+    found = paths(kind, 200, looks)
+    assert held_throughout(found, lambda m: m.anytime_interval(4000)) >= 0.95
+
+
+@pytest.mark.parametrize(("share", "is_carried"), [(0.1, False), (0.3, False), (0.45, True), (0.9, True)])
+def test_a_sum_that_one_unit_in_a_hundred_carries_is_marked(share, is_carried):
+    random = np.random.default_rng(0)
+    a = random.uniform(0.5, 1.5, 10_000)
+    rest = a[100:].sum()
+    a[:100] *= share / (1 - share) * rest / a[:100].sum()
+    for scale in (1e-9, 1.0, 1e9):
+        assert moments_of(scale * a, np.ones(a.size)).is_carried_by_few == is_carried

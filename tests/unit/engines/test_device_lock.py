@@ -51,7 +51,7 @@ def is_held(tmp_path: Path) -> bool:
     return False
 
 
-def test_a_block_waits_for_the_block_of_another_process(tmp_path: Path) -> None:
+def test_a_block_waits_for_the_block_of_another_process(tmp_path):
     waiting, seen = tmp_path / "waiting", []
     with hold(tmp_path, 0.4) as process:
         watcher = threading.Timer(0.2, lambda: seen.append(waiting.exists()))
@@ -64,7 +64,7 @@ def test_a_block_waits_for_the_block_of_another_process(tmp_path: Path) -> None:
     assert seen == [True]
 
 
-def test_it_ends_with_a_killed_process_and_the_cpu_has_room_for_several(tmp_path: Path) -> None:
+def test_it_ends_with_a_killed_process_and_the_cpu_has_room_for_several(tmp_path):
     with hold(tmp_path, 600) as process:
         assert is_held(tmp_path)
         process.kill()
@@ -77,7 +77,7 @@ def test_it_ends_with_a_killed_process_and_the_cpu_has_room_for_several(tmp_path
         process.kill()
 
 
-def test_a_place_of_another_user_is_refused(tmp_path: Path) -> None:
+def test_a_place_of_another_user_is_refused(tmp_path):
     with device_alone("sm90"):
         pass
     (place,) = tmp_path.glob("loka-onnx-*")
@@ -94,9 +94,7 @@ def child(tmp_path: Path, code: str) -> str:
     return name
 
 
-def test_time_that_a_child_waits_for_others_is_not_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_time_that_a_child_waits_for_others_is_not_its_own(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     code = "import sys, time\nfrom pathlib import Path\nwaiting = Path(sys.argv[1])\n{}"
     waits = child(tmp_path, code.format("waiting.touch(); time.sleep(0.9); waiting.unlink()"))
@@ -106,9 +104,7 @@ def test_time_that_a_child_waits_for_others_is_not_its_own(
     assert run_child(sleeps, [str(waiting)], tmp_path / "log", limits, waiting).ending is Ending.TIMED_OUT
 
 
-def test_a_thread_that_is_told_to_stop_ends_its_child(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_thread_that_is_told_to_stop_ends_its_child(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     name = child(tmp_path, "import os, sys, time\nopen(sys.argv[1], 'w').close()\ntime.sleep(600)")
     stop, seen = threading.Event(), []

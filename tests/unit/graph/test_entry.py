@@ -1,18 +1,25 @@
-"""Foreign models: what is converted keeps its outputs, what cannot be taken is refused in words."""
+"""Models at the entry: what is refused, and what becomes of an exported one."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import ml_dtypes
 import numpy as np
 import onnx
 import pytest
 from graph_runs import randn, run
+from onnx import TensorProto, numpy_helper
 
-from loka_onnx.errors import ModelError
+from loka_onnx.errors import ModelError, OutputError
+from loka_onnx.graph import detached, storage, weights
+from loka_onnx.graph.detached import number_of
 from loka_onnx.graph.entry import OPSET, canonicalize
-from loka_onnx.graph.model import GraphModel, values_of
+from loka_onnx.graph.model import GraphModel, is_constant, values_of
 from loka_onnx.graph.sites import find_sites
+from loka_onnx.graph.storage import all_initializers, model_digest
+from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
 
 RANKER = """g (float[b,8] x, int64[b] user) => (float[b,1] y) {
     e = Gather(table, user)
@@ -209,3 +216,253 @@ def test_every_dense_type_survives(write_model):
     )
     x = randn(5, 4)
     np.testing.assert_array_equal(run(taken(path), x=x), run(path, x=x))
+
+
+BASIC = SessionOptions(optimize=False)
+
+
+CHOICE = """g (float[b,64] x, bool c) => (float[b,64] y) {
+    h = MatMul(x, w)
+    y = If(c) <then_branch = t () => (p) { q = MatMul(h, inner)  p = Add(q, bias) },
+               else_branch = e () => (p) { p = If(c) <then_branch = tt () => (r) { r = MatMul(h, w) },
+                                                      else_branch = ee () => (r) { r = MatMul(h, inner) }> }>
+}"""
+LOW = """g (float[b,64] x) => (float[b,64] y) {
+    w8f = DequantizeLinear(w8, one)
+    h = MatMul(x, w8f)
+    w16f = Cast<to=1>(w16)
+    y = MatMul(h, w16f)
+}"""
+TYPES = """g (float[b,64] x) => (float[b,64] y, int64[b] i) {
+    half = Cast<to=1>(half_weight)  double = Cast<to=1>(double_weight)  whole = Cast<to=1>(ids)
+    s = Add(half, double)  t = Add(s, whole)  y = MatMul(x, t)
+    some = Slice(ids, zero, three, zero)  i = ReduceMax<keepdims=0>(some)
+}"""
+
+
+@pytest.fixture
+def models(write_model) -> dict[str, Path]:
+    """Branches within branches, types that NumPy lacks, and integers, all beyond the limit."""
+    wide, ids = randn(64, 64), np.arange(64 * 64).reshape(64, 64)
+    low = {
+        "w8": randn(64, 128).astype(ml_dtypes.float8_e4m3fn),
+        "w16": randn(128, 64).astype(ml_dtypes.bfloat16),
+        "one": np.ones((), np.float32),
+    }
+    types = {"half_weight": wide.astype(np.float16), "double_weight": wide.astype(float), "ids": ids}
+    ends = {"zero": np.array([0]), "three": np.array([3])}
+    path = write_model(CHOICE, {"w": wide, "inner": randn(64, 64), "bias": randn(64)}, name="choice.onnx")
+    proto = onnx.load(path)
+    # A weight of the branch's own.
+    (inner,) = (tensor for tensor in proto.graph.initializer if tensor.name == "inner")
+    branch = next(a.g for node in proto.graph.node for a in node.attribute if a.name == "then_branch")
+    branch.initializer.add().CopyFrom(inner)
+    branch.initializer[0].name = branch.node[0].input[1] = "own"
+    onnx.save(proto, path)
+    return {
+        "choice": path,
+        "low": write_model(LOW, low, name="low.onnx"),
+        "types": write_model(TYPES, types | ends, name="types.onnx"),
+    }
+
+
+def edited(path: Path) -> GraphModel:
+    """Some weights are new, one is renamed, one not in C order."""
+    model = GraphModel.load(path)
+    products = [node for node in model.nodes if node.op == "MatMul" and is_constant(node.inputs[1])]
+    for node in products:
+        node.inputs[1].name += ".renamed"
+    if products:
+        node = products[0]
+        node.inputs[1].values = np.asfortranarray(values_of(node.inputs[1]))
+        scaled = model.constant("scaled", values_of(node.inputs[1]) * np.float32(2))
+        (last,) = (tensor for tensor in model.outputs if tensor.name == "y")
+        model.replace_uses(last, model.add("MatMul", [last, scaled], "more"), [])
+    return model
+
+
+@pytest.mark.parametrize("change", [GraphModel.load, edited])
+@pytest.mark.parametrize("name", ["choice", "low", "types"])
+@pytest.mark.parametrize("limit", [1 << 30, 4000])
+def test_a_file_has_the_bytes_that_protobuf_writes(name, change, limit, models, tmp_path, monkeypatch):
+    monkeypatch.setattr(storage, "INLINE_LIMIT_BYTES", limit)
+    model = change(models[name])
+    held = model.export()
+    assert len(held.detached) >= 2
+    digest = model.save(tmp_path / "held/m.onnx")
+    # With no weight large enough to be held, onnx-graphsurgeon and protobuf have all of them.
+    for module in (weights, detached):
+        monkeypatch.setattr(module, "STRIP_BYTES", 1 << 40)
+    plain = change(models[name])
+    assert not plain.export().detached
+    assert plain.save(tmp_path / "plain/m.onnx") == digest
+    for path in (tmp_path / "plain").iterdir():
+        assert (tmp_path / "held" / path.name).read_bytes() == path.read_bytes()
+    assert len(list((tmp_path / "held").iterdir())) == 1 + (limit < 1 << 30)
+    whole = held.whole().SerializeToString(deterministic=True)
+    if limit == 1 << 30:
+        assert (tmp_path / "held/m.onnx").read_bytes() == whole
+    # What was written is not read again for its digest, which is that of a reading.
+    storage._DIGESTS.clear()
+    assert model_digest(tmp_path / "held/m.onnx") == digest
+
+
+@pytest.mark.parametrize("name", ["choice", "low", "types"])
+def test_a_model_read_back_is_the_model_loaded(name, models, tmp_path):
+    held = edited(models[name]).export()
+    digest = held.write(tmp_path / "m.onnx")
+    back, loaded = GraphModel.read_back(held), GraphModel.load(tmp_path / "m.onnx")
+    assert list(back.tensors()) == list(loaded.tensors())
+    for key, tensor in loaded.tensors().items():
+        other = back.tensors()[key]
+        assert (type(other), other.dtype) == (type(tensor), tensor.dtype)
+        assert (other.shape and list(other.shape)) == (tensor.shape and list(tensor.shape))
+        if is_constant(tensor):
+            assert values_of(other).tobytes() == values_of(tensor).tobytes()
+    assert back.save(tmp_path / "back.onnx") == loaded.save(tmp_path / "loaded.onnx")
+    # Reading back consumes nothing, and weights are shared, not copied.
+    assert held.write(tmp_path / "again.onnx") == digest
+    if name == "types":
+        again = GraphModel.read_back(held).tensors()["double_weight"]
+        assert np.shares_memory(values_of(again), values_of(back.tensors()["double_weight"]))
+
+
+def test_weights_survive_the_replacement_of_their_file_and_cannot_be_changed(models, tmp_path, monkeypatch):
+    """Those of a model that is read back are the other's, to which a mod may be rolled back."""
+    monkeypatch.setattr(storage, "INLINE_LIMIT_BYTES", 1000)
+    GraphModel.load(models["types"]).save(tmp_path / "m.onnx")
+    model = GraphModel.load(tmp_path / "m.onnx")
+    values = values_of(model.tensors()["double_weight"])
+    before = values.tobytes()
+    (tmp_path / "m.onnx.data").write_bytes(b"")
+    assert values.tobytes() == before
+    model = GraphModel.load(models["choice"])
+    product = next(node for node in model.nodes if node.op == "MatMul")
+    product.inputs[1] = model.constant("new", randn(64, 64))
+    for held in (values, values_of(GraphModel.read_back(model.export()).tensors()["new"])):
+        with pytest.raises(ValueError, match="read-only"):
+            held[0] = 0
+
+
+@pytest.mark.parametrize("name", ["choice", "low", "types"])
+def test_the_weights_of_a_copy_are_held_once_they_are_read_as_well(name, models, tmp_path):
+    model = GraphModel.load(models[name])
+    copy = model.copy()
+    for tensor in copy.tensors().values():
+        if is_constant(tensor):
+            values_of(tensor)
+    in_copy, in_model = (
+        {t.name for t in all_initializers(of.export().headers.graph) if number_of(t) is not None}
+        for of in (copy, model)
+    )
+    assert in_copy == in_model != set()
+    assert copy.save(tmp_path / "copy.onnx") == model.save(tmp_path / "model.onnx")
+
+
+FNUZ = """g (float[b,64] x, bool c) => (float[b,64] y) {
+    y = If(c) <then_branch = t () => (p) { s = QuantizeLinear(x, one, zero)
+                                           q = DequantizeLinear(s, one, zero)
+                                           v = DequantizeLinear(w, one, zero)
+                                           p = MatMul(q, v) },
+               else_branch = e () => (p) { p = Identity(x) }>
+}"""
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_e4m3fnuz_stays_what_it_is(copied, write_model, tmp_path):
+    """Large and small, in branches, in copies, and read: as E4M3FN its bytes are twice the values."""
+    kind = ml_dtypes.float8_e4m3fnuz
+    stored = {"w": randn(64, 128).astype(kind), "zero": np.zeros((), kind), "one": np.ones((), np.float32)}
+    model = GraphModel.load(write_model(FNUZ, stored))
+    model = model.copy() if copied else model
+    for part in model.graph.subgraphs():
+        for name, tensor in part.tensors().items():
+            if is_constant(tensor):
+                values_of(tensor)
+            elif name == "s":
+                tensor.dtype = np.dtype(kind)
+    model.save(tmp_path / "m.onnx")
+    parts = [*storage.with_subgraphs(onnx.load(tmp_path / "m.onnx").graph)]
+    found = {tensor.name: tensor for part in parts for tensor in part.initializer}
+    for name, values in stored.items():
+        assert numpy_helper.to_array(found[name]).dtype == values.dtype
+        assert found[name].raw_data == values.tobytes()
+    types = {info.name: info.type.tensor_type.elem_type for part in parts for info in part.value_info}
+    assert types["s"] == TensorProto.FLOAT8E4M3FNUZ
+
+
+@pytest.mark.parametrize("limit", [1 << 30, 4000])
+def test_a_write_that_fails_leaves_the_earlier_files(limit, models, tmp_path, monkeypatch):
+    monkeypatch.setattr(storage, "INLINE_LIMIT_BYTES", limit)
+    path = tmp_path / "out/m.onnx"
+    GraphModel.load(models["choice"]).save(path)
+    before = {file.name: file.read_bytes() for file in path.parent.iterdir()}
+    full = OSError(28, "No space left on device")
+
+    def fail(*_: object) -> memoryview:
+        raise full
+
+    # The last weight does not fit on the disk.
+    monkeypatch.setattr(*((storage, "bytes_of") if limit == 4000 else (weights, "fill")), fail)
+    with pytest.raises(OutputError, match="cannot write"):
+        edited(models["types"]).save(path)
+    assert {file.name: file.read_bytes() for file in path.parent.iterdir()} == before
+
+
+@pytest.mark.parametrize("limit", [1 << 30, 4000])
+def test_what_is_written_over_stays_under_its_other_names(limit, models, tmp_path, monkeypatch):
+    """The models of jobs are links."""
+    monkeypatch.setattr(storage, "INLINE_LIMIT_BYTES", limit)
+    digest = GraphModel.load(models["choice"]).save(tmp_path / "out/m.onnx")
+    (tmp_path / "job").mkdir()
+    for file in (tmp_path / "out").iterdir():
+        (tmp_path / "job" / file.name).hardlink_to(file)
+    again = edited(tmp_path / "out/m.onnx").save(tmp_path / "out/m.onnx")
+    storage._DIGESTS.clear()
+    assert model_digest(tmp_path / "job/m.onnx") == digest != again
+    assert model_digest(tmp_path / "out/m.onnx") == again
+
+
+def both(path: Path, feeds: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Outputs of a file, and of the same model in memory."""
+    held = GraphModel.load(path).export()
+    held.write(path.with_name("written.onnx"))
+    model = held.in_memory()
+    assert model is not None
+    session = OnnxSession.in_memory(model.proto, model.weights, path, BASIC)
+    return OnnxSession(path.with_name("written.onnx"), BASIC).run(feeds), session.run(feeds)
+
+
+@pytest.mark.parametrize("name", ["choice", "low", "types"])
+@pytest.mark.parametrize("condition", [True, False])
+def test_a_session_in_memory_has_the_outputs_of_the_file(name, condition, models):
+    pytest.importorskip("onnxruntime", reason="needs onnxruntime: pip install 'loka-onnx[cpu]'")
+    feeds: dict[str, Any] = {"x": randn(7, 64)} | ({"c": np.array(condition)} if name == "choice" else {})
+    want, got = both(models[name], feeds)
+    assert want.keys() == got.keys()
+    for key, values in want.items():
+        assert values.tobytes() == got[key].tobytes()
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.float16, ml_dtypes.bfloat16, np.int8, np.int64])
+def test_tables_stay_outside_in_memory_too(kind, write_model, tmp_path):
+    """At an odd place of their file, as nothing keeps writers from it."""
+    table, weight = (randn(20, 4) * 50).astype(kind), randn(4, 1200)
+    body = "{ e = Gather(table, i)  f = Cast<to=1>(e)  y = MatMul(f, w) }"
+    path = write_model(f"g (int64[b] i) => (float[b,1200] y) {body}", {"table": table, "w": weight})
+    proto = onnx.load(path)
+    stored = proto.graph.initializer[0]
+    (path.parent / "tables.bin").write_bytes(b"abc" + stored.raw_data + b"tail")
+    onnx.external_data_helper.set_external_data(stored, "tables.bin", 3, table.nbytes)
+    stored.ClearField("raw_data")
+    path.write_bytes(proto.SerializeToString())
+    model = GraphModel.load(path)
+    assert set(model.tables) == {"table"}
+    ids = np.array([0, 19, 7])
+    want, got = both(path, {"i": ids})
+    assert want["y"].tobytes() == got["y"].tobytes()
+    np.testing.assert_allclose(got["y"], table[ids].astype(np.float64) @ weight, rtol=1e-4, atol=1e-3)
+    back = GraphModel.read_back(model.export())
+    assert set(back.tables) == {"table"}
+    (tmp_path / "other").mkdir()
+    assert back.save(tmp_path / "other/m.onnx") == model_digest(tmp_path / "other/m.onnx")

@@ -1,15 +1,22 @@
-"""FP8 rounding in FP32 arithmetic, run through ONNX Runtime, against ml_dtypes: every mantissa."""
+"""Rounding written as graph operations, against ml_dtypes, and the float types of a model."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import ml_dtypes
 import numpy as np
+import onnx
 import pytest
 
 from loka_onnx.core.formats import FLOATS, INT8, UINT8, NumberFormat
 from loka_onnx.core.recipe import Scaling
+from loka_onnx.errors import ModelError
+from loka_onnx.export.preflight import Batches, check_conversion
+from loka_onnx.graph.entry import canonicalize
 from loka_onnx.graph.fake_quantize import Bounds, fake_quantize, round_to_bfloat16
-from loka_onnx.graph.model import GraphModel
+from loka_onnx.graph.model import GraphModel, values_of
+from loka_onnx.graph.sites import find_sites
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
 
 pytest.importorskip("onnxruntime")
@@ -123,6 +130,7 @@ def test_integers_against_int64(format, zero_point, scale, write_model):
     np.testing.assert_array_equal(through(bounded, x[inside]), want[inside])
 
 
+@pytest.mark.slow
 def test_bfloat16_over_every_mantissa(write_model):
     model = GraphModel.load(write_model(IDENTITY))
     model.make_output(model.outputs[0], round_to_bfloat16(model, model.inputs[0], "r"))
@@ -131,3 +139,137 @@ def test_bfloat16_over_every_mantissa(write_model):
     wide = np.random.default_rng(0).standard_normal(100_000) * 10.0 ** np.linspace(-30, 30, 100_000)
     for x in (binade, -binade, wide.astype(np.float32)):
         np.testing.assert_array_equal(through(rounding, x), x.astype(ml_dtypes.bfloat16).astype(np.float32))
+
+
+RANDOM = np.random.default_rng(0)
+WEIGHT = RANDOM.standard_normal((8, 8))
+TYPES = {"float16": np.float16, "double": np.float64}
+
+
+def run(path: Path, **feeds: np.ndarray) -> np.ndarray:
+    return np.asarray(OnnxSession(path).run(feeds)["y"])
+
+
+@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("external", [False, True])
+def test_weights_and_ends_become_fp32(kind: str, external: bool, write_model, tmp_path: Path) -> None:
+    graph = f"g ({kind}[b,8] x) => ({kind}[b,8] y) {{ h = MatMul(x, w)  y = Relu(h) }}"
+    path = write_model(graph, {"w": WEIGHT.astype(TYPES[kind])})
+    if external:
+        onnx.save(onnx.load(path), path, save_as_external_data=True, location="w.bin", size_threshold=1)
+    canonical = canonicalize(path)
+    assert any("to FP32" in note for note in canonical.notes)
+    canonical.model.save(tmp_path / "out" / "out.onnx")
+    x = RANDOM.standard_normal((5, 8)).astype(np.float16)
+    expected, found = run(path, x=x.astype(TYPES[kind])), run(tmp_path / "out/out.onnx", x=x.astype("f4"))
+    assert found.dtype == np.float32
+    exact = np.maximum(x.astype(np.float64) @ WEIGHT.astype(TYPES[kind]).astype(np.float64), 0)
+    np.testing.assert_allclose(found, exact, rtol=0, atol=1e-6 * exact.max())
+    limit = 1e-3 if kind == "float16" else 1e-6
+    np.testing.assert_allclose(found, expected, rtol=0, atol=limit * exact.max())
+    assert [site.k for site in find_sites(canonical.model)] == [8]
+
+
+def test_casts_within_an_fp32_model_and_integer_weights_stay(write_model, tmp_path: Path) -> None:
+    graph = "g (float[b,8] x) => (float[b,8] y) { c = Cast<to=11>(x)  d = Cast<to=1>(c)  y = MatMul(d, w) }"
+    canonical = canonicalize(write_model(graph, {"w": WEIGHT.astype(np.float32)}))
+    assert [int(node.attrs["to"]) for node in canonical.model.nodes if node.op == "Cast"] == [11, 1]
+    assert not any("FP32" in note for note in canonical.notes)
+    graph = "g (float[b,8] x) => (float[b,8] y) { d = DequantizeLinear<axis=1>(q, s)  y = MatMul(x, d) }"
+    stored = RANDOM.integers(-128, 128, (8, 8)).astype(np.int8)
+    path = write_model(graph, {"q": stored, "s": np.full(8, 0.01, np.float32)})
+    (site,) = find_sites(canonicalize(path).model)
+    assert (site.k, site.n) == (8, 8)
+
+
+def test_tables_of_fp16_stay_as_they_are_stored(write_model, tmp_path: Path) -> None:
+    """Also where the rest of the model is of FP16: what is looked up is cast."""
+    table, weight = (RANDOM.standard_normal((6, 8)).astype(np.float16), WEIGHT.astype(np.float16))
+    graph = "g (int64[b] i) => (float16[b,8] y) { e = Gather(t, i)  y = MatMul(e, w) }"
+    path = write_model(graph, {"t": table, "w": weight})
+    model = canonicalize(path).model
+    kinds = {name: values_of(tensor).dtype for name, tensor in model.tensors().items() if name in {"t", "w"}}
+    assert kinds == {"t": np.float16, "w": np.float32}
+    model.save(tmp_path / "out.onnx")
+    ids = np.array([0, 5, 3])
+    expected = table[ids].astype(np.float64) @ weight.astype(np.float64)
+    np.testing.assert_allclose(run(tmp_path / "out.onnx", i=ids), expected, atol=1e-5)
+
+
+def test_casts_constants_and_branches_follow(write_model, tmp_path: Path) -> None:
+    graph = """g (float16[b,8] x) => (float16[b,8] y) {
+        s = Shape<start=0, end=1>(x)
+        v = Squeeze(s)
+        c = Greater(v, one)
+        a = Constant<value_float=2.0>()
+        h = MatMul(x, w)
+        y = If(c) <then_branch = t () => (float16[b,8] p) { p = Mul(h, a) },
+                   else_branch = e () => (float16[b,8] q) { r = Cast<to=1>(h) u = Exp(r) q = Cast<to=10>(u) }>
+    }"""
+    path = write_model(graph, {"w": WEIGHT.astype(np.float16), "one": np.array(1)})
+    model = onnx.load(path)
+    constant = next(node for node in model.graph.node if node.op_type == "Constant")
+    value = onnx.numpy_helper.from_array(np.array([2.0], np.float16))
+    constant.attribute[0].CopyFrom(onnx.helper.make_attribute("value", value))
+    onnx.save(model, path)
+    canonicalize(path).model.save(tmp_path / "out.onnx")
+    for rows in (1, 4):
+        x = (RANDOM.standard_normal((rows, 8)) / 4).astype(np.float16)
+        expected, found = run(path, x=x), run(tmp_path / "out.onnx", x=x.astype(np.float32))
+        np.testing.assert_allclose(found, expected, rtol=0, atol=4e-3 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize(
+    ("kind", "weight", "code"),
+    [("double", WEIGHT * 1e300, "E0309"), ("bfloat16", WEIGHT.astype(ml_dtypes.bfloat16), "E0308")],
+)
+def test_what_fp32_cannot_hold_and_bf16_are_refused(kind: str, weight, code: str, write_model) -> None:
+    graph = f"g ({kind}[b,8] x) => ({kind}[b,8] y) {{ y = MatMul(x, w) }}"
+    with pytest.raises(ModelError) as refused:
+        canonicalize(write_model(graph, {"w": weight}))
+    assert (refused.value.code, refused.value.where) == (code, "tensor 'w'")
+
+
+@pytest.mark.parametrize("node", ["q = QuantizeLinear(x, s, z)", "q, s, z = DynamicQuantizeLinear(x)"])
+def test_a_model_that_is_quantized_already_is_refused(node: str, write_model) -> None:
+    weights = {"s": np.float32(0.1), "z": np.int8(0)} if "(x, s" in node else {}
+    body = f"{{ {node}  d = DequantizeLinear(q, s, z)  y = MatMul(d, w) }}"
+    path = write_model(f"g (float[b,8] x) => (float[b,8] y) {body}", {"w": (8, 8), **weights})
+    with pytest.raises(ModelError) as refused:
+        canonicalize(path)
+    assert refused.value.code == "E0306" and "QuantizeLinear)" in refused.value.where
+
+
+@pytest.mark.parametrize("by_axis", [False, True])
+def test_sparse_weights_are_stored_densely(by_axis: bool, write_model, tmp_path: Path) -> None:
+    places = np.array([1, 9, 63])
+    dense = np.zeros(64, np.float32)
+    dense[places] = [1.0, -2.0, 3.0]
+    index = np.stack(np.unravel_index(places, (8, 8)), axis=1) if by_axis else places
+    path = write_model("g (float[b,8] x) => (float[b,8] y) { y = MatMul(x, w) }")
+    model = onnx.load(path)
+    parts = onnx.numpy_helper.from_array(dense[places], "w"), onnx.numpy_helper.from_array(index)
+    model.graph.sparse_initializer.append(onnx.helper.make_sparse_tensor(*parts, [8, 8]))
+    onnx.save(model, path)
+    canonical = canonicalize(path)
+    np.testing.assert_array_equal(values_of(canonical.model.tensors()["w"]), dense.reshape(8, 8))
+    assert "1 sparse weights stored densely" in canonical.notes
+
+
+def test_a_model_that_rests_on_the_digits_of_fp64_is_refused(write_model) -> None:
+    """2³⁰ + x − 2³⁰ is x in FP64, and a multiple of 64 in FP32."""
+    graph = "g (double[b,8] x) => (double[b,8] y) { a = Add(x, big)  c = Sub(a, big)  y = MatMul(c, w) }"
+    path = write_model(graph, {"w": WEIGHT, "big": np.array(2.0**30)})
+    batches = Batches({"x": RANDOM.standard_normal((64, 8)).astype(np.float32)}, largest=32, threads=1)
+    with pytest.raises(ModelError) as refused:
+        check_conversion(path, canonicalize(path).model, batches, ["y"])
+    assert refused.value.code == "E0409"
+    assert "(MatMul)" in refused.value.where and "output 'y'" in refused.value.evidence
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_rounding_alone_passes(kind: str, write_model) -> None:
+    graph = f"g ({kind}[b,8] x) => ({kind}[b,8] y) {{ h = MatMul(x, w)  r = Relu(h)  y = MatMul(r, w) }}"
+    path = write_model(graph, {"w": WEIGHT.astype(TYPES[kind])})
+    batches = Batches({"x": RANDOM.standard_normal((64, 8)).astype(np.float32)}, largest=32, threads=1)
+    check_conversion(path, canonicalize(path).model, batches, ["y"])

@@ -1,4 +1,4 @@
-"""What makes two models the same but for their weights, and what is told where they are not."""
+"""Models that are the same but for their weights, and dimensions that a graph computes, without a run."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ import onnx.parser
 import pytest
 from onnx import helper as h
 from onnx import numpy_helper as nh
-from onnx_text import with_constants
+from onnx_text import parsed, with_constants
 
+from loka_onnx.graph.model import GraphModel, Tensor
+from loka_onnx.graph.shape_values import dimensions, read_dimensions, read_number, reshaped
 from loka_onnx.graph.structure import MOST, differences
 
 TEXT = """<ir_version: 10, opset_import: ["" : 21]> g (float[batch,3] x, bool flag) => (float[batch,4] y) {
@@ -95,3 +97,98 @@ def test_what_differs_is_named(
     tmp_path: Path, change: Callable[[onnx.GraphProto], object], said: str
 ) -> None:
     assert said in found(tmp_path, change)
+
+
+CONSTANTS = {
+    "zero": np.array([0]),
+    "one": np.array([1]),
+    "two": np.array([2]),
+    "end": np.array([2**31 - 1]),
+    "minus": np.array([-1]),
+    "picked": np.array([2, 0]),
+    "second": np.array(1),
+    "number": np.array([3.5], np.float32),
+    "long": np.arange(100),
+}
+
+
+def tensor(body: str, folder: Path, inputs: str = "float[batch,4,8] x") -> Tensor:
+    """The tensor ``r`` of a graph."""
+    onnx.save(parsed(body, CONSTANTS, inputs=inputs, outputs="int64[n] r"), folder / "m.onnx")
+    return GraphModel.load(folder / "m.onnx").tensors()["r"]
+
+
+READ = {
+    "shape": ("r = Shape(x)", ("batch", 4, 8)),
+    "part_of_a_shape": ("r = Shape<start=1, end=2>(x)", (4,)),
+    "last_of_a_shape": ("r = Shape<start=-2>(x)", (4, 8)),
+    "gathered": ("s = Shape(x) r = Gather(s, picked)", (8, "batch")),
+    "one_gathered": ("s = Shape(x) i = Gather(s, second) r = Unsqueeze(i, zero)", (4,)),
+    "sliced": ("s = Shape(x) r = Slice(s, one, end)", (4, 8)),
+    "sliced_in_steps": ("s = Shape(x) r = Slice(s, zero, end, zero, two)", ("batch", 8)),
+    "joined": ("s = Shape<end=1>(x) r = Concat<axis=0>(s, minus, two)", ("batch", -1, 2)),
+    "through_other_types": (
+        "s = Shape(x) i = Cast<to=6>(s) f = Cast<to=1>(i) r = Cast<to=7>(f)",
+        ("batch", 4, 8),
+    ),
+    "reshaped": ("s = Shape<end=1>(x) t = Reshape(s, minus) r = Identity(t)", ("batch",)),
+    "product": ("s = Shape<start=1>(x) p = ReduceProd<keepdims=0>(s) r = Unsqueeze(p, zero)", (32,)),
+    "of_another_tensor": ("y = Relu(x) r = Shape(y)", ("batch", 4, 8)),
+}
+UNREAD = {
+    "product_with_the_batch": "s = Shape(x) p = ReduceProd<keepdims=0>(s) r = Unsqueeze(p, zero)",
+    "sum": "s = Shape(x) r = Add(s, one)",
+    "data": "r = Cast<to=7>(x)",
+    "gathered_by_data": "s = Shape(x) i = NonZero(x) j = Reshape(i, minus) r = Gather(s, j)",
+    "too_long_for_dimensions": "r = Identity(long)",
+    "partly_unknown": "s = Shape(x) t = Add(s, one) r = Concat<axis=0>(s, t)",
+}
+
+
+@pytest.mark.parametrize("case", READ)
+def test_what_is_computed_from_dimensions_is_read(case: str, tmp_path: Path) -> None:
+    body, expected = READ[case]
+    assert read_dimensions(tensor(body, tmp_path)) == expected
+
+
+@pytest.mark.parametrize("case", UNREAD)
+def test_anything_else_is_not_read(case: str, tmp_path: Path) -> None:
+    assert read_dimensions(tensor(UNREAD[case], tmp_path)) is None
+
+
+def test_numbers_and_dimensions_without_a_name(tmp_path: Path) -> None:
+    shape = "s = Shape<start=1>(x) p = ReduceProd<keepdims=0>(s) r = Cast<to=1>(p)"
+    assert read_number(tensor(shape, tmp_path)) == 32.0
+    graph = GraphModel.load(tmp_path / "m.onnx")
+    made = {name: graph.constant(name, np.asarray(value)) for name, value in CONSTANTS.items()}
+    assert read_number(made["number"]) == 3.5
+    assert read_number(made["long"]) is None
+    assert read_number(tensor("r = Shape<end=1>(x)", tmp_path)) is None
+    read = read_dimensions(tensor("r = Shape(x)", tmp_path, "float[?,8] x"))
+    assert read is not None
+    assert read[1] == 8
+    assert isinstance(read[0], str)
+    assert reshaped(("n", 0), (0, "n"), zero_copies=False) == (0, "n")
+    result = tensor("r = Shape(x)", tmp_path)
+    result.shape = None
+    assert dimensions(result) is None
+
+
+RESHAPED = {
+    "as_written": (("n", 4, 8), ("n", 32), ("n", 32)),
+    "rest_is_a_number": (("n", 4, 8), ("n", -1), ("n", 32)),
+    "rest_is_a_name": (("n", 4, 8), (-1, 32), ("n", 32)),
+    "zero_copies": (("n", 4, 8), (0, 2, -1), ("n", 2, 16)),
+    "rest_is_one": (("n", 4), ("n", 4, -1), ("n", 4, 1)),
+    "rest_is_a_product_with_a_name": (("n", 4, 8), (-1, 8), None),
+    "a_name_that_is_not_there": (("n", 4, 8), ("m", -1), None),
+    "not_divisible": (("n", 4), ("n", 3, -1), None),
+    "zero_beyond_the_rank": (("n",), (0, 0), None),
+    "same_name_twice": (("n", "n", 4), ("n", -1), None),
+}
+
+
+@pytest.mark.parametrize("case", RESHAPED)
+def test_reshaped_dimensions(case: str) -> None:
+    before, target, after = RESHAPED[case]
+    assert reshaped(before, target, zero_copies=True) == after

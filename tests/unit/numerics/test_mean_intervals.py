@@ -1,15 +1,22 @@
-"""Intervals against textbook formulas, simulation of their coverage."""
+"""Intervals of means and tests of two samples, against SciPy and by their level."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
+from itertools import combinations
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from scipy import stats
 
+from loka_onnx.core.exact_sum import ExactSum
+from loka_onnx.core.statistics import BatchSpread, BatchSums, MagnitudeHistogram
 from loka_onnx.errors import InternalError
+from loka_onnx.numerics.histograms import count_magnitudes, histogram_of
 from loka_onnx.numerics.intervals import (
     Ends,
     Spread,
@@ -20,6 +27,14 @@ from loka_onnx.numerics.intervals import (
     required_rows,
     spread_of,
     tail_of,
+)
+from loka_onnx.numerics.two_sample import (
+    BatchSample,
+    compare_means,
+    exceedance_probability,
+    holm,
+    stability_index,
+    variance_ratio,
 )
 
 
@@ -175,3 +190,163 @@ def test_medians_of_five_and_of_ten_far_from_normal() -> None:
     inside = np.mean([i is not None and i.lower <= np.log(2) <= i.upper for i in found])
     # 2,000 draws of a coverage of 97.85 % have a standard error of .33 %.
     assert inside == pytest.approx(0.9785, abs=0.011)
+
+
+Draw = Callable[[np.random.Generator, int], np.ndarray]
+
+
+def sample(values: np.ndarray) -> BatchSample:
+    sums = BatchSums(ExactSum.of(values), ExactSum.of(np.square(values)))
+    return BatchSample.of(BatchSpread(len(values), 512, {"x": sums}), "x")
+
+
+def test_a_sample_is_mean_and_variance_of_the_batches() -> None:
+    values = np.random.default_rng(0).normal(3.0, 2.0, 40)
+    found = sample(values)
+    assert found.batches == 40
+    assert found.mean == pytest.approx(values.mean(), rel=1e-14)
+    assert found.variance == pytest.approx(values.var(ddof=1), rel=1e-12)
+    assert BatchSample.of(BatchSpread(9, 512, {}), "log2.3") == BatchSample(9, 0.0, 0.0)
+    with pytest.raises(InternalError, match="'x' has 1"):
+        BatchSample.of(BatchSpread(1, 512, {}), "x")
+
+
+@pytest.mark.parametrize(("sizes", "spreads"), [((9, 30), (1, 5)), ((30, 9), (1, 5)), ((20, 20), (2, 2))])
+def test_the_larger_p_value_of_welch_and_student(sizes: tuple[int, int], spreads: tuple[int, int]) -> None:
+    random = np.random.default_rng(3)
+    a, b = (random.normal(i, sd, n) for i, (n, sd) in enumerate(zip(sizes, spreads, strict=True)))
+    found = compare_means(sample(a), sample(b))
+    welch, student = stats.ttest_ind(b, a, equal_var=False), stats.ttest_ind(b, a)
+    assert found.p_value == pytest.approx(max(welch.pvalue, student.pvalue), rel=1e-9)
+    assert found.difference == pytest.approx(b.mean() - a.mean())
+    errors = [found.difference / test.statistic for test in (welch, student)]
+    assert found.standard_error == pytest.approx(max(errors))
+
+
+def test_equal_means_and_what_arithmetic_cannot_tell_apart() -> None:
+    constant = sample(np.full(10, 0.25))
+    assert compare_means(constant, constant).p_value == 1.0
+    assert compare_means(constant, sample(np.full(10, 0.5))).p_value == 0.0
+    a, b = sample(np.full(10, 1.0)), sample(np.full(10, 1.0 + 1e-7))
+    assert compare_means(a, b).p_value == 0.0
+    assert compare_means(a, b, resolution=1e-6).p_value > 0.9
+    assert compare_means(a, sample(np.full(10, 1.1)), resolution=1e-6).p_value < 1e-50
+
+
+def test_variances_are_compared_in_comparable_units() -> None:
+    pairs = [
+        (BatchSample(9, 0.0, 2.0), BatchSample(9, 0.0, 10.0)),
+        (BatchSample(9, 0.0, 400.0), BatchSample(9, 0.0, 1200.0)),
+        (BatchSample(9, 0.0, 5.0), BatchSample(9, 0.0, 7.0)),
+    ]
+    assert variance_ratio(pairs, [1.0, 10.0, 0.0]) == pytest.approx((10 + 12) / (2 + 4))
+    assert variance_ratio(pairs[:1], [0.0]) == 1.0
+    assert variance_ratio([(BatchSample(9, 0.0, 0.0), BatchSample(9, 0.0, 1.0))], [1.0]) == 1.0
+    a, b = BatchSample(24, 1.0, 2.0), BatchSample(16, 0.0, 0.0)
+    found, wanted = compare_means(a, b, ratio=8.0), compare_means(a, BatchSample(16, 0.0, 16.0))
+    assert found == wanted != compare_means(a, b)
+    # The other way about, and where the set's own variance is the larger one.
+    assert compare_means(b, a, ratio=1 / 8).p_value == found.p_value
+    larger = BatchSample(16, 0.0, 40.0)
+    assert compare_means(a, larger, ratio=8.0) == compare_means(BatchSample(24, 1.0, 5.0), larger)
+
+
+UNCHANGED: dict[str, Draw] = {
+    "normal": lambda random, n: random.normal(size=n),
+    "skewed": lambda random, n: random.gamma(0.5, size=n),
+    "rare": lambda random, n: random.poisson(0.1, n).astype(float),
+    "in clusters": lambda random, n: random.poisson(0.1, n) * random.geometric(0.2, n).astype(float),
+}
+
+
+@pytest.mark.parametrize("sizes", [(1000, 8), (8, 1000), (120, 32)])
+@pytest.mark.parametrize("kind", UNCHANGED)
+def test_the_level_holds_without_any_change(kind: str, sizes: tuple[int, int]) -> None:
+    """At 1 % of single tests and far in the tail, where a family of a thousand tests looks."""
+    random, rounds = np.random.default_rng(11), 2000
+    draw = UNCHANGED[kind]
+    pairs = ((_quick(draw(random, n)) for n in sizes) for _ in range(rounds))
+    found = np.array([compare_means(*pair).p_value for pair in pairs])
+    assert np.count_nonzero(found <= 0.01) <= stats.binom.ppf(0.999, rounds, 0.01)
+    assert np.count_nonzero(found <= 1e-5) == 0
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_either_test_alone_would_alarm_without_any_change(alone: bool) -> None:
+    """Why there are two: Welch's fails for a small set that holds nothing, Student's where it varies more."""
+    random, level = np.random.default_rng(5), 1e-4
+    found = []
+    for _ in range(300):
+        if alone:
+            a, b = UNCHANGED["rare"](random, 1000), UNCHANGED["rare"](random, 8)
+        else:
+            a, b = random.normal(size=1000), random.normal(0.0, 10.0, 8)
+        single = stats.ttest_ind(a, b, equal_var=not alone).pvalue
+        found.append((single <= level, compare_means(_quick(a), _quick(b)).p_value <= level))
+    assert sum(single for single, _ in found) > 30
+    assert sum(both for _, both in found) == 0
+
+
+def test_a_real_shift_is_found_as_surely_as_by_welch() -> None:
+    random = np.random.default_rng(2)
+    pairs = [(random.normal(size=117), random.normal(1.2, 1.0, 32)) for _ in range(200)]
+    ours = [compare_means(_quick(a), _quick(b)).p_value <= 1e-5 for a, b in pairs]
+    welch = [stats.ttest_ind(a, b, equal_var=False).pvalue <= 1e-5 for a, b in pairs]
+    assert sum(ours) >= 0.9 * sum(welch) > 120
+
+
+def _quick(values: np.ndarray) -> BatchSample:
+    return BatchSample(len(values), float(values.mean()), float(values.var(ddof=1)))
+
+
+@pytest.mark.parametrize(("live", "profile"), [(1, 1), (3, 5), (5, 3), (4, 4)])
+def test_exceedance_is_the_share_of_rankings(live: int, profile: int) -> None:
+    """By enumeration of which ranks the live batches take."""
+    everywhere = range(live + profile)
+    rankings = list(combinations(everywhere, live))
+    for beyond in range(live + 1):
+        # The `beyond` largest ranks are all live.
+        wanted = set(everywhere[len(everywhere) - beyond :])
+        share = sum(wanted <= set(ranks) for ranks in rankings) / len(rankings)
+        assert exceedance_probability(beyond, live, profile) == pytest.approx(share)
+
+
+def test_exceedance_of_thousands_of_batches() -> None:
+    assert exceedance_probability(0, 100_000, 20) == 1.0
+    assert exceedance_probability(5000, 5000, 5000) == 0.0
+    assert exceedance_probability(3, 32, 117) == pytest.approx(32 * 31 * 30 / (149 * 148 * 147))
+
+
+def test_holm_and_stability_index_by_hand() -> None:
+    # m = 4: 4 × .005, 3 × .01, 2 × .03, 1 × .04, never falling.
+    assert holm([0.04, 0.005, 0.03, 0.01]) == pytest.approx((0.06, 0.02, 0.06, 0.03))
+    assert holm([0.6, 0.7]) == (1.0, 1.0)
+    assert holm([]) == ()
+    # Zeros, [1, 2) and [2, 4): 10, 50, 40 of 100 against 30, 50, 120 of 200.
+    before = histogram_of(count_magnitudes(np.repeat([0.0, 1.5, -2.5], [10, 50, 40])))
+    after = histogram_of(count_magnitudes(np.repeat([0.0, -1.1, 3.0], [30, 50, 120])))
+    p = [10.5 / 101.5, 50.5 / 101.5, 40.5 / 101.5]
+    q = [30.5 / 201.5, 50.5 / 201.5, 120.5 / 201.5]
+    wanted = sum((b - a) * math.log(b / a) for a, b in zip(p, q, strict=True))
+    assert stability_index(before, after) == pytest.approx(wanted, rel=1e-12)
+
+
+@given(st.lists(st.floats(0.0, 1.0), min_size=1, max_size=20), st.floats(0.001, 0.2))
+def test_holm_rejects_what_the_step_down_procedure_rejects(p_values: list[float], level: float) -> None:
+    rejected, left = set[int](), sorted(range(len(p_values)), key=p_values.__getitem__)
+    while left and p_values[left[0]] * len(left) <= level:
+        rejected.add(left.pop(0))
+    adjusted = holm(p_values)
+    assert {i for i, p in enumerate(adjusted) if p <= level} == rejected
+
+
+def test_stability_index_of_one_distribution_is_small_and_of_a_shifted_one_large() -> None:
+    random = np.random.default_rng(1)
+    values = [random.normal(0.0, sd, 20_000) for sd in (1.0, 1.0, 2.0)]
+    first, same, doubled = (histogram_of(count_magnitudes(x)) for x in values)
+    assert stability_index(first, same) < 0.01
+    assert stability_index(first, doubled) > 0.25
+    # An octave that only one of them has is finite, and an empty histogram says nothing.
+    far = histogram_of(count_magnitudes(np.full(1000, 2.0**60)))
+    assert 1.0 < stability_index(first, far) < math.inf
+    assert stability_index(first, MagnitudeHistogram()) == 0.0

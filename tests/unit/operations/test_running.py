@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from sample_run import SampleRun
 
 import loka_onnx
 from loka_onnx import RunOptions, RunResult, Stage
@@ -53,21 +51,21 @@ SCALARS = {"price": ROWS["x"][:, 0], "clicked": ROWS["clicked"]}
     ],
     ids=["dict", "pyarrow", "C stream", "to_arrow", "interchange"],
 )
-def test_rows_in_memory_are_written_as_they_are(tmp_path: Path, rows: Any) -> None:
+def test_rows_in_memory_are_written_as_they_are(tmp_path, rows):
     table = pq.read_table(write_table(rows, tmp_path / "deep" / "rows.parquet"))
     assert table.column_names == ["price", "clicked"]
     assert np.array_equal(table["price"].to_numpy(), SCALARS["price"])
     assert [path.name for path in (tmp_path / "deep").iterdir()] == ["rows.parquet"]
 
 
-def test_a_second_axis_is_a_list_of_one_length(tmp_path: Path) -> None:
+def test_a_second_axis_is_a_list_of_one_length(tmp_path):
     table = pq.read_table(write_table(ROWS, tmp_path / "rows.parquet"))
     assert table.schema.field("x").type == pa.list_(pa.float32(), 2)
     assert np.array_equal(np.stack(table["x"].to_numpy()), ROWS["x"])
 
 
 @pytest.mark.parametrize("rows", [5, {"x": [1, 2], "y": [1]}, {"x": np.zeros((2, 2, 2))}])
-def test_what_is_no_table_is_refused(tmp_path: Path, rows: Any) -> None:
+def test_what_is_no_table_is_refused(tmp_path, rows):
     with pytest.raises(DataError) as caught:
         write_table(rows, tmp_path / "rows.parquet")
     assert caught.value.code == "E0232" and not list(tmp_path.iterdir())
@@ -83,9 +81,7 @@ def model_of(path: Path, more: str = "") -> Path:
     return path
 
 
-def test_a_model_and_a_dict_are_enough(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_model_and_a_dict_are_enough(tmp_path, monkeypatch, caplog):
     monkeypatch.chdir(tmp_path)
     model = model_of(tmp_path / "ranker.onnx")
     until = RunOptions(until=Stage.EXPORT)
@@ -100,14 +96,14 @@ def test_a_model_and_a_dict_are_enough(
     ).read_text().replace(" ", "")
 
 
-def test_an_input_without_a_column_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_input_without_a_column_is_named(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError) as caught:
         loka_onnx.run(model_of(tmp_path / "ranker.onnx", ", int64[n] merchant"), ROWS)
     assert caught.value.code == "E1642" and "merchant" in caught.value.evidence
 
 
-def test_results_are_short_in_an_interpreter_and_tables_in_a_notebook(sample: SampleRun) -> None:
+def test_results_are_short_in_an_interpreter_and_tables_in_a_notebook(sample):
     result = RunResult(Path("runs/a"), sample.report.choice, sample.report)
     for value, rows in (
         (result, len(sample.report.engines)),

@@ -1,19 +1,33 @@
+"""The files of a report: their content, the numbers in them, and the schema of report.json."""
+
+from __future__ import annotations
+
 import base64
 import dataclasses
 import gzip
 import io
+import json
 import math
 import re
+from collections.abc import Callable
 from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
 
+import jsonschema
 import pytest
 from changed_run import with_evaluations, with_profile
+from hypothesis import given
+from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 from rich.console import Console
+from rich_run import rich
 from sample_run import SampleRun
 
 from loka_onnx.core import serde
 from loka_onnx.core.evaluation import Because, BudgetStatus, Choice, EvaluationSet
+from loka_onnx.core.intervals import Interval
+from loka_onnx.errors import UserError
 from loka_onnx.report import HTML_NAME, JSON_NAME, MARKDOWN_NAME, ReportData, numbers, render, summary_table
 from loka_onnx.report.verdict import budget_sentence
 
@@ -200,3 +214,147 @@ def test_the_terminal_table_reads_no_markup_in_names(sample):
     data = dataclasses.replace(sample.report, engines=engines, title="[bold]t")
     text = printed(data, "[red]x[/red]", 200)
     assert "[red]x[/red]" in text and "[bold]t" in text and "[b]p" in text
+
+
+def between(lower: float, value: float, upper: float) -> Interval:
+    return Interval(value, lower, upper, 0.95, 1000)
+
+
+@pytest.mark.parametrize(
+    ("interval", "text"),
+    [
+        (between(-0.00001, 0.00012, 0.00025), "+0.012 % [-0.001 %, +0.025 %]"),
+        (between(0.01, 0.02, 0.03), "+2.00 % [+1.00 %, +3.00 %]"),
+        (between(1.1e-7, 1.2e-7, 1.3e-7), "+0.0000120 % [+0.0000110 %, +0.0000130 %]"),
+        (between(0, 0, 0), "0 % [0 %, 0 %]"),
+        (between(-1e-3, -1e-9, 1e-3), "0 % [-0.10 %, +0.10 %]"),
+        (between(float("-inf"), 0, float("inf")), "0 % [-inf, inf]"),
+    ],
+)
+def test_a_relative_change_shows_its_sign_and_the_digits_of_its_interval(interval, text):
+    assert numbers.percent_interval(interval) == text
+
+
+@pytest.mark.parametrize("upper", [0.00020001, 0.00019999])
+def test_rounding_never_lays_an_end_on_the_budget(upper):
+    text = numbers.percent_interval(between(-0.001, 0.0001, upper), budget=0.0002)
+    shown = float(text.split(", ")[1].removesuffix(" %]"))
+    assert (shown > 0.02) == (upper > 0.0002)
+    assert shown != 0.02
+
+
+def test_a_budget_that_is_no_short_decimal_takes_no_more_digits_than_another():
+    interval = between(0.0003, 0.0008, 0.0013102576)
+    for budget in (None, 0.0002, 0.002 / 3, 0.0004 / 7):
+        assert numbers.percent_interval(interval, budget) == "+0.080 % [+0.030 %, +0.131 %]"
+    # The upper end lies just beyond: as many digits as tell it from the budget, and no more.
+    near = between(0.0003, 0.0005, 0.002 / 3 + 4e-8)
+    assert numbers.percent_interval(near, 0.002 / 3) == "+0.050 % [+0.030 %, +0.067 %]"
+    near = between(0.0003, 0.0005, 0.002 / 3 - 4e-8)
+    assert numbers.percent_interval(near, 0.002 / 3) == "+0.05000 % [+0.03000 %, +0.06666 %]"
+
+
+@given(
+    value=st.floats(-0.01, 0.01),
+    half=st.floats(1e-6, 0.01),
+    budget=st.sampled_from([0.0002, 0.0005, 0.001, 0.002 / 3, 0.0004 / 7]),
+)
+def test_what_is_read_off_an_interval_is_the_verdict(value, half, budget):
+    interval = between(value - half, value, value + half)
+    text = numbers.percent_interval(interval, budget)
+    lower, upper = (float(part.strip(" %]")) for part in text.split("[")[1].split(","))
+    for shown, exact in ((lower, interval.lower), (upper, interval.upper)):
+        # Two digits of the half-width, but nothing far below a hundredth of the budget.
+        assert abs(shown - 100 * exact) <= max(0.05 * 100 * half, 0.005 * 100 * budget) + 1e-8
+        # Eight decimals are the most that is shown: an end nearer than that may look to be on the budget.
+        if abs(exact - budget) > 1e-9:
+            assert (shown > 100 * budget) == (exact > budget)
+
+
+@given(
+    value=st.floats(-0.01, 0.01),
+    half=st.floats(1e-8, 0.01),
+    budget=st.sampled_from([0.0002, 0.001, 0.002 / 3]),
+)
+def test_what_is_read_off_a_symmetric_interval_is_the_verdict(value, half, budget):
+    interval = between(value - half, value, value + half)
+    shown, _, width = numbers.plus_minus(interval, budget).partition(" ± ")
+    upper = sum(float(part.strip(" %")) for part in (shown, width) if part)
+    if abs(interval.upper - budget) > 1e-8:
+        assert (upper > 100 * budget + 1e-12) == (interval.upper > budget)
+
+
+def test_a_change_far_below_the_budget_is_0():
+    exact = between(-1.3e-9, 4e-10, 2.1e-9)
+    assert numbers.plus_minus(exact, 0.0002) == "0 %"
+    assert numbers.percent_interval(exact, 0.0002) == "0 % [0 %, 0 %]"
+    assert not numbers.is_symmetric(between(0.0, 1e-5, 4e-5))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (numbers.budget_percent(0.0002), "0.02 %"),
+        (numbers.budget_percent(0.00025), "0.025 %"),
+        (numbers.share(0.6324), "63.2 %"),
+        (numbers.error_percent(0.0231), "2.31 %"),
+        (numbers.metric(0.812345), "0.81234"),
+        (numbers.size(999), "999 B"),
+        (numbers.size(1 << 20), "1.0 MiB"),
+        (numbers.size(5 << 30), "5.00 GiB"),
+        (numbers.latency(123.44), "123.4 µs"),
+        (numbers.latency(12_345.0), "12.35 ms"),
+        (numbers.seconds(0.0123), "12.3 ms"),
+        (numbers.count(1234567), "1,234,567"),
+    ],
+)
+def test_units(text, expected):
+    assert text == expected
+
+
+PUBLISHED = Path(__file__).parents[3] / "docs" / "report-schema.json"
+
+
+@pytest.fixture(scope="module")
+def validator() -> jsonschema.Draft202012Validator:
+    return jsonschema.Draft202012Validator(json.loads(PUBLISHED.read_text(encoding="utf-8")))
+
+
+@pytest.mark.parametrize("is_sequential", [False, True])
+def test_the_report_of_a_run_fits(sample, validator, is_sequential):
+    validator.validate(json.loads(serde.dumps(sample.report)))
+    validator.validate(json.loads(serde.dumps(rich(sample.report, sequential=is_sequential))))
+
+
+def output_of(document: dict[str, Any]) -> dict[str, Any]:
+    return document["value"]["evaluations"]["evaluations"][1]["outputs"][0]
+
+
+Break = Callable[[dict[str, Any]], object]
+BREAKS: dict[str, Break] = {
+    "another version": lambda d: d.update(schema="loka-onnx/report/6"),
+    "no value": lambda d: d.pop("value"),
+    "a key beside the value": lambda d: d.update(more=1),
+    "a field is missing": lambda d: d["value"].pop("title"),
+    "an unknown key": lambda d: d["value"].update(colour="red"),
+    "a field of an engine is missing": lambda d: d["value"]["engines"][0].pop("digest"),
+    "a status that there is not": lambda d: d["value"]["engines"][0].update(status="fine"),
+    "text for a number": lambda d: d["value"]["plans"]["plans"][0].update(fp8_share="half"),
+    "a fraction for a count": lambda d: d["value"]["profile"].update(rows=0.5),
+    "a number for a flag": lambda d: d["value"]["data"].update(synthetic=2),
+    "an interval without its end": lambda d: output_of(d)["difference"]["kl"].pop("upper"),
+    "a mapping for a list": lambda d: d["value"].update(lineage={}),
+    "an unknown key in a slice": lambda d: output_of(d)["slices"][0].update(p=0.5),
+    "null for a rewrite": lambda d: d["value"]["rewrites"].update(mods=None),
+    "a wrong saving": lambda d: d["value"]["plans"]["speeds"][0]["saved_us"].update({"64": "much"}),
+}
+
+
+@pytest.mark.parametrize("name", BREAKS)
+def test_what_is_broken_does_not_fit(sample, validator, name):
+    """Nor is it read: the schema and the reader agree."""
+    document = json.loads(serde.dumps(rich(sample.report)))
+    BREAKS[name](document)
+    assert not validator.is_valid(document)
+    with pytest.raises(UserError):
+        serde.loads(ReportData, json.dumps(document))

@@ -1,21 +1,28 @@
-"""The application without a socket: its routes, what it refuses, and what it takes on at once."""
+"""The server: routes without a socket, connections over real ones, what is settled before it listens."""
 
 import asyncio
 import json
+import socket
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import uvicorn
 from prometheus_client.parser import text_string_to_metric_families
 
-from loka_onnx.errors import EngineError
+from loka_onnx.errors import ConfigError, EngineError
 from loka_onnx.runtime import Engine
 from loka_onnx.serving import server
-from loka_onnx.serving.server import Limits, make_app
+from loka_onnx.serving.server import Limits, ServeOptions, make_app, make_server, serve
 
 INFER = "/v2/models/ranker/infer"
 ROW = [0.5] * 16
@@ -280,3 +287,179 @@ def test_a_self_test_counts_for_a_while(engine, monkeypatch):
         monkeypatch.setattr(server, "HEALTH_SECONDS", 0.0)
         client.get("/v2/health/ready")
         assert len(tests) == 2
+
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Running:
+    server: uvicorn.Server
+    port: int
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def connect(self, data: bytes = b"") -> socket.socket:
+        found = socket.create_connection(("127.0.0.1", self.port), timeout=5)
+        found.sendall(data)
+        return found
+
+    def connections(self) -> int:
+        return len(self.server.server_state.connections)
+
+
+@contextmanager
+def running(engine: Engine, limits: Limits) -> Iterator[Running]:
+    with ThreadPoolExecutor(2) as workers, socket.create_server(("127.0.0.1", 0)) as listener:
+        server = make_server(make_app(engine, "ranker", workers, limits), lambda: None, access_log=False)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        try:
+            wait_until(lambda: server.started)
+            yield Running(server, listener.getsockname()[1])
+        finally:
+            server.should_exit = True
+            thread.join(10)
+        assert not thread.is_alive()
+
+
+def wait_until(holds: Callable[[], bool], seconds: float = 5.0) -> None:
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, "it did not come"
+        time.sleep(0.02)
+
+
+def all_of(connection: socket.socket) -> bytes:
+    found = b""
+    try:
+        while piece := connection.recv(1 << 16):
+            found += piece
+    except ConnectionResetError:
+        pass
+    return found
+
+
+def post(body: bytes, *headers: str) -> bytes:
+    lines = ["POST /v2/models/ranker/infer HTTP/1.1", "Host: x", *headers, "", ""]
+    return "\r\n".join(lines).encode() + body
+
+
+def infer(rows: int = 1, **more: Any) -> bytes:
+    tensor = {"name": "dense", "shape": [rows, 16], "datatype": "FP32", "data": [0.5] * 16 * rows}
+    body = json.dumps({"inputs": [tensor], **more}).encode()
+    return post(body, f"Content-Length: {len(body)}")
+
+
+@pytest.mark.parametrize(
+    ("data", "status"),
+    [
+        (post(b"ab", "Content-Length: 9999"), 408),
+        (post(b""), 411),
+        (post(b"a" * 3000, "Content-Length: 2000000"), 413),
+        (post(b"0\r\n\r\n", "Content-Length: 5", "Transfer-Encoding: chunked"), 400),
+    ],
+)
+def test_a_connection_whose_next_request_is_in_doubt_is_closed(engine, data, status):
+    with running(engine, Limits(body_bytes=MIB, body_seconds=0.2)) as server, server.connect(data) as client:
+        found = all_of(client)
+        assert found.startswith(f"HTTP/1.1 {status} ".encode()) and b"\r\nconnection: close\r\n" in found
+        assert found.count(b"HTTP/1.1") == 1
+
+
+def test_who_sends_too_much_is_told_so_and_not_reset(engine):
+    with running(engine, Limits(body_bytes=MIB)) as server:
+        response = httpx.post(f"{server.url}/v2/models/ranker/infer", content=bytes(20 * MIB), timeout=10)
+        assert response.status_code == 413
+
+
+LIVE = b"GET /v2/health/live HTTP/1.1\r\nHost: a\r\n"
+SENT = {
+    "nothing": b"",
+    "half a head": b"GET /v2/health/live HTT",
+    "no http": b"no http at all\r\n\r\n",
+    "half a body": post(b"{", "Content-Length: 1000"),
+    "an answer": LIVE + b"\r\n",
+    "a body behind its answer": LIVE + b"Content-Length: 1000\r\n\r\n{",
+    "a head behind an answer": LIVE + b"\r\nGET /v2 HT",
+    "a body that is too large": post(b"{", "Content-Length: 900000000"),
+}
+
+
+@pytest.mark.parametrize("sent", SENT.values(), ids=SENT)
+def test_no_connection_holds_up_the_end_or_fills_the_log(engine, sent, caplog, capfd):
+    """A body that stands still is not a request under way."""
+    with running(engine, Limits(closing_seconds=0.3)) as it:
+        connection = it.connect(sent)
+        wait_until(lambda: it.connections() == 1 or b"no http" in sent)
+        time.sleep(0.2)
+        began = time.monotonic()
+        it.server.should_exit = True
+    assert time.monotonic() - began < 10
+    connection.close()
+    assert caplog.text == "" and "Traceback" not in capfd.readouterr().err
+
+
+WITHOUT = """
+import importlib.abc, sys
+class Absent(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {"starlette", "uvicorn", "prometheus_client"}:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Absent())
+import importlib, pkgutil
+import loka_onnx.cli.bundle, loka_onnx.serving
+for module in pkgutil.iter_modules(loka_onnx.serving.__path__, "loka_onnx.serving."):
+    importlib.import_module(module.name)
+from pathlib import Path
+from loka_onnx.errors import MissingPackage
+from loka_onnx.serving.server import ServeOptions, serve
+try:
+    serve(Path("nowhere"), ServeOptions(), print)
+except MissingPackage as error:
+    print(error)
+"""
+
+
+def never(url: str, engine: str) -> None:
+    raise AssertionError(f"it listens: {url}")
+
+
+@pytest.mark.slow
+def test_without_its_packages_everything_imports_and_the_remedy_is_told() -> None:
+    done = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("a package of the server is not installed\n")
+    assert done.stdout.endswith("  remedy: pip install 'loka-onnx[serve]'\n")
+
+
+@pytest.mark.parametrize("name", ["a/b", "/", ".", ".."])
+def test_a_name_that_is_no_part_of_a_path_is_refused(bundle: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match=f"'{name}' cannot be the name of a model"):
+        serve(bundle, ServeOptions(name=name), never)
+
+
+def test_an_address_that_is_taken_is_found_before_the_bundle_is_loaded() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(
+            ConfigError, match=f"cannot listen on 127.0.0.1, port {port}\n  evidence: .*in use"
+        ):
+            serve(Path("nowhere"), ServeOptions(port=port), never)
+    with pytest.raises(ConfigError, match=r"cannot listen on 192\.0\.2\.1, port 8000"):
+        serve(Path("nowhere"), ServeOptions(host="192.0.2.1"), never)
+
+
+def test_trust_and_keys_go_to_the_loader(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def load(path: Path, **more: object) -> None:
+        asked.append((path, more))
+        raise EngineError("enough")
+
+    monkeypatch.setattr(server, "load", load)
+    with pytest.raises(EngineError, match="enough"):
+        serve(bundle, ServeOptions(port=0, trust=True, keys=(Path("a.pub"),)), never)
+    assert asked == [(bundle, {"trust": True, "keys": (Path("a.pub"),)})]

@@ -1,23 +1,28 @@
-"""Fixed buffers on the CPU provider: which requests they serve, and that nothing leaks between requests."""
+"""Sessions with bound buffers, of split models, and the form of a request."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import onnx
 import onnx.parser
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from test_onnx_session import write_float8
 
 from loka_onnx.core import serde
+from loka_onnx.core.rewrite import INDEX
 from loka_onnx.engines.onnxruntime import io_binding_session as bound_session
 from loka_onnx.engines.onnxruntime.io_binding_session import IoBindingSession, _Buffers, open_io_binding
 from loka_onnx.engines.onnxruntime.io_binding_settings import PROGRAMS, SETTINGS_FILE, IoBindingSettings
 from loka_onnx.engines.onnxruntime.providers import CPU, CUDA, PROVIDERS, placed_nodes, session_options
 from loka_onnx.errors import EngineError, ModelError, UserError
+from loka_onnx.sessions.runner import Arrays, Runner, SplitRunner, to_rows, to_users
 
 ort = pytest.importorskip("onnxruntime")
 
@@ -270,3 +275,60 @@ class TestOpening:
         assert programs.exists() == kept
         with IoBindingSession(engine, settings(programs=True), writes=True):
             assert given[-1] == programs
+
+
+class Recorder(Runner):
+    """Answers what it is told to, and keeps what it was asked."""
+
+    def __init__(self, answer: Arrays, closing: Exception | None = None) -> None:
+        self.answer, self.closing = answer, closing
+        self.asked: list[Arrays] = []
+        self.closed = 0
+
+    def run(self, inputs):
+        self.asked.append(dict(inputs))
+        return self.answer
+
+    def close(self):
+        self.closed += 1
+        if self.closing is not None:
+            raise self.closing
+
+
+ROWS = {"table": np.ones((2, 4), np.float32)}
+ANSWER = {"ctr": np.zeros(2, np.float32)}
+REQUEST = {"ids": np.array([1, 2]), "x": np.zeros((2, 3), np.float32)}
+
+
+def test_the_engine_gets_what_was_looked_up_beside_the_inputs() -> None:
+    lookup, dense = Recorder(ROWS), Recorder(ANSWER)
+    runner = SplitRunner(lookup, dense)
+    assert runner.run(REQUEST) is ANSWER
+    assert lookup.asked[0].keys() == REQUEST.keys()
+    assert dense.asked[0].keys() == {"ids", "x", "table"}
+    assert dense.asked[0]["table"] is ROWS["table"]
+
+
+def test_both_are_freed_even_where_one_fails() -> None:
+    lookup, dense = Recorder(ROWS), Recorder(ANSWER, EngineError("the device is gone"))
+    with pytest.raises(EngineError, match="the device is gone"), SplitRunner(lookup, dense):
+        pass
+    assert (lookup.closed, dense.closed) == (1, 1)
+
+
+USERS = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 1)), min_size=1, max_size=12)
+
+
+@given(USERS)
+def test_rows_are_what_they_were_and_neighbours_with_equal_values_are_one_user(users: list[tuple[int, int]]):
+    age, history = np.array(users, np.int64)[:, 0], np.array(users, np.float32)
+    rows = {"age": age, "history": history, "item": np.arange(len(users))}
+    request = to_users(rows, ("age", "history"))
+    changes = 1 + sum(one != other for one, other in pairwise(users))
+    assert len(request["age"]) == len(request["history"]) == changes
+    assert request[INDEX].dtype == np.int64
+    back = to_rows(request, ("age", "history"))
+    assert back.keys() == rows.keys()
+    for name, values in rows.items():
+        np.testing.assert_array_equal(back[name], values)
+        assert back[name].dtype == values.dtype

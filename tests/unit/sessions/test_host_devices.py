@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from loka_onnx.sessions import host_devices
@@ -19,7 +17,7 @@ def having(patch: pytest.MonkeyPatch, *gpus: tuple[str, str], amd: tuple[str, st
     patch.setattr(host_devices, "list_amd_devices", lambda: () if amd is None else (AmdDevice(*amd),))
 
 
-def test_the_first_device_of_an_architecture_runs_its_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_device_of_an_architecture_runs_its_engines(monkeypatch):
     having(monkeypatch, (L4, "sm89"), (H200, "sm90"), (H100, "sm90"), amd=("AMD Instinct MI300X", "gfx942"))
     expected = {"sm90": H200, "sm89": L4, "gfx942": "AMD Instinct MI300X", "cpu": "cpu", "sm120": ""}
     assert {architecture: device_of_architecture(architecture) for architecture in expected} == expected
@@ -44,14 +42,12 @@ def test_the_first_device_of_an_architecture_runs_its_engines(monkeypatch: pytes
         ("our-own-box", H200, "sm90", True),
     ],
 )
-def test_a_target_is_a_device_and_not_an_architecture(
-    target: str, device: str, architecture: str, expected: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_target_is_a_device_and_not_an_architecture(target, device, architecture, expected, monkeypatch):
     having(monkeypatch, (device, architecture))
     assert is_target(target, architecture) is expected
 
 
-def test_the_processor_is_its_own_target(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_processor_is_its_own_target(monkeypatch):
     having(monkeypatch, (H200, "sm90"))
     assert is_target("cpu", "cpu") and is_target("amd-mi300x", "cpu")
 
@@ -67,7 +63,7 @@ def test_the_processor_is_its_own_target(monkeypatch: pytest.MonkeyPatch) -> Non
         (None, ()),
     ],
 )
-def test_instructions_that_add_in_32_bits(tmp_path: Path, text: str | None, found: tuple[str, ...]) -> None:
+def test_instructions_that_add_in_32_bits(tmp_path, text, found):
     path = tmp_path / "cpuinfo"
     if text is not None:
         path.write_text(text)

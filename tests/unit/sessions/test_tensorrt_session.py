@@ -155,7 +155,7 @@ def check(session: TensorRtSession, count: int, start: float = 0.0) -> None:
     np.testing.assert_array_equal(session.run(rows(count, start))["out"], rows(count, start)["x"] * 2)
 
 
-def test_a_batch_is_converted_run_and_fetched(session: TensorRtSession) -> None:
+def test_a_batch_is_converted_run_and_fetched(session):
     answer = session.run(rows(3))
     check(session, 3, 100.0)
     # What was returned is not overwritten by the next batch.
@@ -163,7 +163,7 @@ def test_a_batch_is_converted_run_and_fetched(session: TensorRtSession) -> None:
     assert answer["out"].dtype == np.float32
 
 
-def test_a_served_size_runs_in_its_own_profile(engine: FakeEngine, session: TensorRtSession) -> None:
+def test_a_served_size_runs_in_its_own_profile(engine, session):
     assert session.served_sizes == (4, 8)
     for count in (4, 5, 8, 16, 4):
         check(session, count)
@@ -171,7 +171,7 @@ def test_a_served_size_runs_in_its_own_profile(engine: FakeEngine, session: Tens
     assert engine.executions == [(1, 4), (0, 8), (0, 8), (0, 16), (1, 4)]
 
 
-def test_a_served_size_is_captured_the_second_time(engine: FakeEngine, session: TensorRtSession) -> None:
+def test_a_served_size_is_captured_the_second_time(engine, session):
     for start in (0.0, 10.0, 20.0, 30.0):
         check(session, 4, start)
     # Once as it is, once captured; the graph then runs without the engine being asked.
@@ -182,9 +182,7 @@ def test_a_served_size_is_captured_the_second_time(engine: FakeEngine, session: 
     assert engine.driver.calls.count("launch") == 3
 
 
-def test_each_captured_size_has_a_context_that_nothing_else_changes(
-    engine: FakeEngine, session: TensorRtSession
-) -> None:
+def test_each_captured_size_has_a_context_that_nothing_else_changes(engine, session):
     for count in (16, *(4, 8) * 3):
         session.run(rows(count))
     changes = [context.changes for context in engine.contexts]
@@ -194,9 +192,7 @@ def test_each_captured_size_has_a_context_that_nothing_else_changes(
     assert [context.changes for context in engine.contexts[1:]] == changes[1:]
 
 
-def test_a_graph_is_captured_again_when_a_buffer_has_moved(
-    engine: FakeEngine, session: TensorRtSession
-) -> None:
+def test_a_graph_is_captured_again_when_a_buffer_has_moved(engine, session):
     for _ in range(3):
         session.run(rows(4))
     launches = engine.driver.calls.count("launch")
@@ -206,9 +202,7 @@ def test_a_graph_is_captured_again_when_a_buffer_has_moved(
     assert engine.driver.calls.count("launch") == launches + 2
 
 
-def test_an_engine_that_cannot_be_captured_runs_without(
-    engine: FakeEngine, session: TensorRtSession, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_engine_that_cannot_be_captured_runs_without(engine, session, caplog):
     engine.synchronizes = True
     with caplog.at_level(logging.WARNING, "loka_onnx.sessions"):
         for start in (0.0, 10.0, 20.0):
@@ -218,7 +212,7 @@ def test_an_engine_that_cannot_be_captured_runs_without(
     assert "run without a CUDA graph" in caplog.text
 
 
-def test_every_thread_makes_the_context_current(engine: FakeEngine, session: TensorRtSession) -> None:
+def test_every_thread_makes_the_context_current(engine, session):
     before = engine.driver.calls.count("current")
     threads = [threading.Thread(target=session.run, args=(rows(1),)) for _ in range(2)]
     for thread in threads:
@@ -229,7 +223,7 @@ def test_every_thread_makes_the_context_current(engine: FakeEngine, session: Ten
 
 
 @pytest.mark.parametrize("shape", [(4, 3), (17, 2)])
-def test_a_batch_outside_the_profile_is_refused(session: TensorRtSession, shape: tuple[int, int]) -> None:
+def test_a_batch_outside_the_profile_is_refused(session, shape):
     session.run(rows(4))
     with pytest.raises(EngineError, match=rf"'x' is outside(?s:.*)\({shape[0]}, {shape[1]}\)"):
         session.run({"x": np.ones(shape)})
@@ -237,16 +231,14 @@ def test_a_batch_outside_the_profile_is_refused(session: TensorRtSession, shape:
         check(session, 4)
 
 
-def test_a_failed_execution_is_an_error(engine: FakeEngine, session: TensorRtSession) -> None:
+def test_a_failed_execution_is_an_error(engine, session):
     engine.works = False
     with pytest.raises(EngineError, match="the engine failed on a batch"):
         session.run(rows(1))
 
 
 @pytest.mark.parametrize(("loads", "said"), [(False, "does not load"), (True, "'x' has type BF16")])
-def test_an_engine_that_does_not_fit_leaves_nothing_open(
-    engine: FakeEngine, file: Path, loads: bool, said: str
-) -> None:
+def test_an_engine_that_does_not_fit_leaves_nothing_open(engine, file, loads, said):
     engine.kind = "BF16"
     with pytest.raises(EngineError, match=said):
         TensorRtSession(fake_trt(engine if loads else None), file)
@@ -254,16 +246,14 @@ def test_an_engine_that_does_not_fit_leaves_nothing_open(
 
 
 @pytest.mark.usefixtures("two_gpus")
-def test_the_gpu_of_the_architecture_is_chosen(engine: FakeEngine, file: Path) -> None:
+def test_the_gpu_of_the_architecture_is_chosen(engine, file):
     TENSORRT_RTX.open(file, "sm89", "1.7.1", None)
     assert engine.driver.calls[0] == "retain 1"
 
 
 @pytest.mark.usefixtures("two_gpus")
 @pytest.mark.parametrize("spec", [TENSORRT, TENSORRT_RTX], ids=lambda spec: spec.name)
-def test_another_version_or_architecture_is_refused(
-    engine: FakeEngine, file: Path, spec: TensorRtSpec
-) -> None:
+def test_another_version_or_architecture_is_refused(engine, file, spec):
     said = rf"another version of {spec.title}\n(?s:.*)install {spec.package} 1\.5"
     with pytest.raises(EngineError, match=said):
         open_engine(spec, file, "sm89", "1.5")
@@ -273,9 +263,7 @@ def test_another_version_or_architecture_is_refused(
 
 
 @pytest.mark.parametrize("count", [4, 9])
-def test_a_resident_batch_runs_without_being_handed_over(
-    engine: FakeEngine, session: TensorRtSession, count: int
-) -> None:
+def test_a_resident_batch_runs_without_being_handed_over(engine, session, count):
     resident = session.resident(rows(count))
     copies, executions = engine.driver.calls.count("copy"), len(engine.executions)
     for _ in range(3):
@@ -288,7 +276,7 @@ def test_a_resident_batch_runs_without_being_handed_over(
         check(session, count, start)
 
 
-def test_a_directory_of_that_name_is_not_the_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_directory_of_that_name_is_not_the_library(monkeypatch, tmp_path):
     (tmp_path / "tensorrt").mkdir()
     monkeypatch.delitem(__import__("sys").modules, "tensorrt", raising=False)
     monkeypatch.setattr(__import__("sys"), "path", [str(tmp_path)])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -120,9 +119,7 @@ def product_model(
 @pytest.mark.parametrize("per_channel", [False, True])
 @pytest.mark.parametrize("kind", [np.float32, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("name", PRODUCTS)
-def test_products_of_eight_bits_multiply_them(
-    name: str, kind: Any, per_channel: bool, format: NumberFormat, tmp_path: Path
-) -> None:
+def test_products_of_eight_bits_multiply_them(name, kind, per_channel, format, tmp_path):
     proto, x, expected = product_model(PRODUCTS[name], kind, per_channel=per_channel, format=format)
     model = lowered(proto, tmp_path)
     found = run(model, {"x": x})[0]
@@ -139,7 +136,7 @@ def test_products_of_eight_bits_multiply_them(
 
 
 @pytest.mark.parametrize("name", ["matmul", "gemm", "transposed weight", "left weight"])
-def test_a_weight_is_stored_once_with_its_columns_contiguous(name: str, tmp_path: Path) -> None:
+def test_a_weight_is_stored_once_with_its_columns_contiguous(name, tmp_path):
     proto, x, _ = product_model(PRODUCTS[name], np.float32, per_channel=False)
     watch = Watch()
     model = lowered(proto, tmp_path, watch)
@@ -158,7 +155,7 @@ def test_a_weight_is_stored_once_with_its_columns_contiguous(name: str, tmp_path
 @pytest.mark.parametrize("per_channel", [False, True], ids=["tensor", "channel"])
 @pytest.mark.parametrize("kind", [np.float32, ml_dtypes.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name", PRODUCTS)
-def test_products_on_a_gpu(name: str, kind: Any, per_channel: bool, fast: bool, tmp_path: Path) -> None:
+def test_products_on_a_gpu(name, kind, per_channel, fast, tmp_path):
     proto, x, expected = product_model(PRODUCTS[name], kind, per_channel=per_channel)
     model = lowered(proto, tmp_path, ScaledMatMul(fast_accumulation=fast)).to("cuda")
     with torch.no_grad():
@@ -186,7 +183,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("reason", REFUSED)
-def test_a_product_that_scaled_mm_refuses_is_multiplied_in_floats(reason: str, tmp_path: Path) -> None:
+def test_a_product_that_scaled_mm_refuses_is_multiplied_in_floats(reason, tmp_path):
     proto, x, expected = product_model(REFUSED[reason], np.float32, per_channel=False)
     model = lowered(proto, tmp_path)
     found = run(model, {"x": x})[0]
@@ -205,7 +202,7 @@ def test_a_product_that_scaled_mm_refuses_is_multiplied_in_floats(reason: str, t
         ("[fc] y = MatMul(x, w)", ""),
     ],
 )
-def test_a_factor_that_is_not_quantized_is_told(text: str, wide: str, tmp_path: Path) -> None:
+def test_a_factor_that_is_not_quantized_is_told(text, wide, tmp_path):
     w = RANDOM.normal(size=(32, 48)).astype(np.float32)
     stored = quantize(w, W_SCALE, E4M3FN)
     proto = parsed(
@@ -235,7 +232,7 @@ def identity_product(text: str, scale: Any) -> onnx.ModelProto:
     )
 
 
-def test_readers_beside_the_product_nan_and_infinity(tmp_path: Path) -> None:
+def test_readers_beside_the_product_nan_and_infinity(tmp_path):
     model = lowered(identity_product("[fc] h = MatMul(d, v) y = Add(h, d)", X_SCALE), tmp_path)
     x = RANDOM.normal(size=(4, 32)).astype(np.float32)
     expected = 2 * fake_quantize(x, X_SCALE, E4M3FN)
@@ -256,7 +253,7 @@ def test_readers_beside_the_product_nan_and_infinity(tmp_path: Path) -> None:
         (STORED_E5M2, STORED_E5M2, "torch._scaled_mm does not multiply float8_e5m2 by float8_e5m2"),
     ],
 )
-def test_formats_that_can_be_multiplied(left: Any, right: Any, reason: str, tmp_path: Path) -> None:
+def test_formats_that_can_be_multiplied(left, right, reason, tmp_path):
     w = (RANDOM.normal(size=(32, 48)) * 8).astype(right)
     proto = parsed(
         "q = QuantizeLinear(x, s, zl) d = DequantizeLinear(q, s, zl) v = DequantizeLinear(w8, s, zr)"
@@ -277,7 +274,7 @@ def test_formats_that_can_be_multiplied(left: Any, right: Any, reason: str, tmp_
 
 
 @pytest.mark.parametrize("row_wise", [True, False])
-def test_the_cpu_multiplies_float8_values_in_fp32(row_wise, tmp_path, monkeypatch) -> None:
+def test_the_cpu_multiplies_float8_values_in_fp32(row_wise, tmp_path, monkeypatch):
     """`torch._scaled_mm` fails on some CPUs. Row-wise scales are for CUDA, but the CPU takes them as well."""
     if row_wise:
         monkeypatch.setattr(ScaledMatMul, "_is_row_wise", lambda self, product: True)
@@ -289,7 +286,7 @@ def test_the_cpu_multiplies_float8_values_in_fp32(row_wise, tmp_path, monkeypatc
     np.testing.assert_allclose(run(model, {"x": x})[0], expected, rtol=2**-8, atol=2**-8)
 
 
-def test_a_site_may_have_a_strategy_of_its_own(tmp_path: Path) -> None:
+def test_a_site_may_have_a_strategy_of_its_own(tmp_path):
     watch = Watch()
     text = "[left] a = MatMul(d, v) [right] b = MatMul(d, v) y = Add(a, b)"
     model = lowered(identity_product(text, 1), tmp_path, PerSite({"right": watch}, ScaledMatMul()))
@@ -314,9 +311,7 @@ def corners(format: NumberFormat, scale: np.float32) -> Array:
 
 @pytest.mark.parametrize("format", [E4M3FN, E5M2])
 @pytest.mark.parametrize("scale", [1.0, 0.0087890625, 3e-5])
-def test_quantizing_is_that_of_ml_dtypes_bit_for_bit(
-    format: NumberFormat, scale: float, tmp_path: Path
-) -> None:
+def test_quantizing_is_that_of_ml_dtypes_bit_for_bit(format, scale, tmp_path):
     factor, zero = np.float32(scale), np.zeros((), storage_type(format))
     case = Case("QuantizeLinear", [corners(format, factor), Fixed(factor), Fixed(zero)])
     found = run(lowered(case.model(), tmp_path), case.feeds)[0]
@@ -329,7 +324,7 @@ def test_quantizing_is_that_of_ml_dtypes_bit_for_bit(
 
 
 @pytest.mark.parametrize("axis", [0, 1, -1])
-def test_scales_along_an_axis(axis: int, tmp_path: Path) -> None:
+def test_scales_along_an_axis(axis, tmp_path):
     x = RANDOM.normal(size=(3, 4, 5)).astype(np.float32) * 10
     scale = np.linspace(0.01, 0.2, x.shape[axis]).astype(np.float32)
     zero = np.zeros(scale.shape, E4M3)
@@ -342,7 +337,7 @@ def test_scales_along_an_axis(axis: int, tmp_path: Path) -> None:
     np.testing.assert_array_equal(found, fake_quantize(x, scale, E4M3FN, axis % 3))
 
 
-def test_the_type_may_be_an_attribute(tmp_path: Path) -> None:
+def test_the_type_may_be_an_attribute(tmp_path):
     x = corners(E5M2, np.float32(1))[:40]
     attributes = {"output_dtype": onnx.TensorProto.FLOAT8E5M2}
     case = Case("QuantizeLinear", [x, Fixed(np.float32(0.5))], attributes)
@@ -358,7 +353,7 @@ def test_the_type_may_be_an_attribute(tmp_path: Path) -> None:
         (np.ones((), E4M3), {}, "the zero point of an FP8 tensor must be 0"),
     ],
 )
-def test_what_is_declined(zero: Any, attributes: dict[str, int], said: str, tmp_path: Path) -> None:
+def test_what_is_declined(zero, attributes, said, tmp_path):
     case = Case("QuantizeLinear", [np.ones(3, np.float32), Fixed(np.float32(1)), Fixed(zero)], attributes)
     with pytest.raises(EngineError, match=said) as caught:
         run(lowered(case.model(), tmp_path), case.feeds)

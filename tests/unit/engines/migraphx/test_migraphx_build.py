@@ -1,7 +1,8 @@
-"""What a build writes and asks of the library, with a stand-in for it; and what the backend declines."""
+"""The MIGraphX backend's builds, and the vendor calls that it makes."""
 
 from __future__ import annotations
 
+import ast
 import os
 import shutil
 from dataclasses import dataclass, field
@@ -16,9 +17,9 @@ from planned import plan_of_one
 from planned_graphs import Planned
 
 from loka_onnx.core.formats import E4M3FNUZ, E5M2, Precision
-from loka_onnx.core.plan import PrecisionPlan
 from loka_onnx.core.recipe import PER_TENSOR, Recipe
-from loka_onnx.engines.migraphx import api
+from loka_onnx.engines.migraphx import api, backend
+from loka_onnx.engines.migraphx import api as migraphx_api
 from loka_onnx.engines.migraphx import backend as backend_module
 from loka_onnx.engines.migraphx import session as migraphx_session
 from loka_onnx.engines.migraphx.backend import MigraphxBackend, inputs_of, save_dialect
@@ -83,7 +84,7 @@ def compiled(path: Path, architecture: str, recipe: Recipe | None = PER_TENSOR, 
 
 
 @pytest.mark.parametrize("external", [False, True])
-def test_a_program_for_each_size_and_a_document(vendor: FakeMigraphx, tmp_path: Path, external: bool) -> None:
+def test_a_program_for_each_size_and_a_document(vendor, tmp_path, external):
     engine = compiled(model(tmp_path, external), "gfx942")
     into = engine.parent
     assert sorted(path.name for path in into.iterdir()) == ["engine.json", "rows-2.mxr", "rows-8.mxr"]
@@ -101,14 +102,7 @@ def test_a_program_for_each_size_and_a_document(vendor: FakeMigraphx, tmp_path: 
 
 
 @pytest.mark.parametrize(("architecture", "target", "reread"), [("cpu", "ref", 0), ("gfx950", "gpu", 2)])
-def test_the_device_decides_the_form(
-    vendor: FakeMigraphx,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    architecture: str,
-    target: str,
-    reread: int,
-) -> None:
+def test_the_device_decides_the_form(vendor, tmp_path, monkeypatch, architecture, target, reread):
     calls: list[Any] = []
     monkeypatch.setattr(api, "reread_float8", lambda module, program: calls.append(module) or program)
     compiled(model(tmp_path), architecture)
@@ -119,9 +113,7 @@ def test_the_device_decides_the_form(
     assert len(calls) == reread
 
 
-def test_tuning_keeps_what_it_found_by_device_and_version(
-    vendor: FakeMigraphx, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tuning_keeps_what_it_found_by_device_and_version(vendor, tmp_path, monkeypatch):
     monkeypatch.setenv("MIGRAPHX_PROBLEM_CACHE", "")
     monkeypatch.delenv("MIGRAPHX_PROBLEM_CACHE")
     monkeypatch.setenv("LOKA_ONNX_CACHE", str(tmp_path))
@@ -135,7 +127,7 @@ def test_tuning_keeps_what_it_found_by_device_and_version(
     assert cache.parent.is_dir()
 
 
-def test_dynamic_axes_and_fixed_outputs(tmp_path: Path) -> None:
+def test_dynamic_axes_and_fixed_outputs(tmp_path):
     proto = onnx.load(model(tmp_path))
     proto.graph.input[0].type.tensor_type.shape.dim[1].dim_param = "length"
     with pytest.raises(ModelError, match=r"dynamic axis(?s:.*)\(None, None\)"):
@@ -146,7 +138,7 @@ def test_dynamic_axes_and_fixed_outputs(tmp_path: Path) -> None:
     assert batched_outputs(proto) == {"y"}
 
 
-def test_tables_that_no_rule_touches_are_linked(tmp_path: Path) -> None:
+def test_tables_that_no_rule_touches_are_linked(tmp_path):
     path = model(tmp_path, external=True)
     (tmp_path / "dialect").mkdir()
     proto = onnx.load(path, load_external_data=False)
@@ -183,13 +175,11 @@ class TestBackend:
             *((plan_of_one(Precision.FP32, recipe), "cpu", None) for recipe in (None, PER_TENSOR)),
         ],
     )
-    def test_what_it_declines(self, planned: PrecisionPlan, architecture: str, said: str | None) -> None:
+    def test_what_it_declines(self, planned, architecture, said):
         assert str(said) in str(MigraphxBackend().decline(planned, architecture))
 
     @pytest.mark.usefixtures("vendor")
-    def test_another_device_is_no_reason_to_decline_but_to_build_elsewhere(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_another_device_is_no_reason_to_decline_but_to_build_elsewhere(self, monkeypatch):
         backend = MigraphxBackend()
         monkeypatch.setattr(migraphx_session, "list_amd_architectures", lambda: ("gfx950",))
         assert backend.build_blocker("gfx950") == ""
@@ -201,9 +191,50 @@ class TestBackend:
         assert backend.why_not_run("gfx942").endswith("latency and accuracy not measured")
 
     @pytest.mark.usefixtures("vendor")
-    def test_an_engine_is_its_document_and_its_programs(self, tmp_path: Path) -> None:
+    def test_an_engine_is_its_document_and_its_programs(self, tmp_path):
         engine = compiled(model(tmp_path), "cpu")
         files = MigraphxBackend().files(engine)
         assert [file.name for file in files] == ["engine.json", "rows-2.mxr", "rows-8.mxr"]
         engine.write_text("{}")
         assert MigraphxBackend().files(engine) == (engine,)
+
+
+NAMES = Path(__file__).parent / "migraphx-names.txt"
+VENDOR_VALUES = {
+    *("migraphx", "program", "result", "source", "main", "instruction", "each", "shape", "value"),
+    *("loaded", "module", "_migraphx"),
+}
+DUNDERS = {"__doc__", "__version__", "__file__"}
+
+
+def used_names(path: str) -> set[str]:
+    """Attributes taken of values that belong to the module."""
+    found = set()
+    for node in ast.walk(ast.parse(Path(path).read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Attribute):
+            root = node.value
+            while isinstance(root, ast.Attribute | ast.Call) and not (
+                isinstance(root, ast.Attribute) and root.attr in VENDOR_VALUES
+            ):
+                root = root.value if isinstance(root, ast.Attribute) else root.func
+            name = root.id if isinstance(root, ast.Name) else getattr(root, "attr", "")
+            if name in VENDOR_VALUES:
+                found.add(node.attr)
+    return found - DUNDERS
+
+
+def listed() -> set[str]:
+    lines = NAMES.read_text(encoding="utf-8").splitlines()
+    return {line for line in lines if line and not line.startswith("#")}
+
+
+def test_names_exist():
+    assert used_names(migraphx_api.__file__) == listed()
+
+
+@pytest.mark.parametrize("module", [backend, migraphx_session], ids=lambda m: m.__name__)
+def test_others_hand_the_module_on_and_call_nothing(module):
+    tree = ast.parse(Path(module.__file__).read_text(encoding="utf-8"))
+    values = [node.value for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    names = {getattr(value, "id", getattr(value, "attr", "")) for value in values}
+    assert not names & {"migraphx", "_migraphx"}

@@ -12,7 +12,6 @@ from planned import plan_of_one
 
 from loka_onnx.core.engine import BuildStatus
 from loka_onnx.core.formats import E5M2, INT8, UINT8, Precision
-from loka_onnx.core.plan import PrecisionPlan
 from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR, Recipe
 from loka_onnx.engines.request import BatchRange, BuildRequest
 from loka_onnx.engines.tensorrt import backend as module
@@ -52,7 +51,7 @@ def request(tmp_path: Path, **options: int) -> BuildRequest:
     )
 
 
-def test_with_a_gpu_it_builds_for_that_one_and_runs(host) -> None:
+def test_with_a_gpu_it_builds_for_that_one_and_runs(host):
     availability = host(OLD, H100).availability()
     assert (availability.can_build, availability.can_run) == (True, True)
     assert availability.devices == ("NVIDIA H100 80GB HBM3 (sm90)",)
@@ -67,7 +66,7 @@ def test_with_a_gpu_it_builds_for_that_one_and_runs(host) -> None:
 
 
 @pytest.mark.parametrize("gpus", [(), (OLD,)])
-def test_without_a_gpu_it_builds_nothing(host, gpus: tuple[CudaDevice, ...], tmp_path: Path) -> None:
+def test_without_a_gpu_it_builds_nothing(host, gpus, tmp_path):
     backend = host(*gpus)
     availability = backend.availability()
     assert (availability.installed, availability.can_build, availability.can_run) == (True, False, False)
@@ -95,21 +94,19 @@ def test_without_a_gpu_it_builds_nothing(host, gpus: tuple[CudaDevice, ...], tmp
         (plan_of_one(recipe=Recipe.of(UINT8)), "sm86", "site 'fc' asks for UINT8"),
     ],
 )
-def test_what_it_declines(kind, planned: PrecisionPlan, architecture: str, said: str | None) -> None:
+def test_what_it_declines(kind, planned, architecture, said):
     assert str(said) in str(kind().decline(planned, architecture))
 
 
 @pytest.mark.parametrize("recipe", [None, Recipe.of(INT8)])
-def test_fp32_products_for_turing_are_those_of_tensorrt_alone(recipe: Recipe | None) -> None:
+def test_fp32_products_for_turing_are_those_of_tensorrt_alone(recipe):
     planned = plan_of_one(Precision.FP32, recipe=recipe)
     assert TensorRtBackend().decline(planned, "sm75") is None
     assert "no FP32 products for sm75" in str(TensorRtRtxBackend().decline(planned, "sm75"))
     assert TensorRtRtxBackend().decline(planned, "sm86") is None
 
 
-def test_a_build_has_a_profile_for_each_size_and_a_cache_of_its_device(
-    host, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_build_has_a_profile_for_each_size_and_a_cache_of_its_device(host, monkeypatch, tmp_path):
     monkeypatch.setenv("LOKA_ONNX_CACHE", str(tmp_path))
     backend = host(OLD, H100)
     asked = request(tmp_path, optimization_level=4, workspace_mib=100)
@@ -121,7 +118,7 @@ def test_a_build_has_a_profile_for_each_size_and_a_cache_of_its_device(
 
 
 @pytest.mark.parametrize(("option", "value"), [("optimization_level", 6), ("workspace_mib", 0)])
-def test_options_have_ranges(host, tmp_path: Path, option: str, value: int) -> None:
+def test_options_have_ranges(host, tmp_path, option, value):
     with pytest.raises(ConfigError, match=f"option '{option}' of backend 'tensorrt' is out of range"):
         host(H100).build(request(tmp_path, **{option: value}))
 
@@ -156,7 +153,7 @@ def vendor(**more: Any) -> SimpleNamespace:
     )
 
 
-def test_options_and_choices_reach_the_configuration() -> None:
+def test_options_and_choices_reach_the_configuration():
     config, plain = Config("builder_optimization_level"), BuildSettings("sm90", BatchRange(1, 8, 16))
     build._configure(vendor(), config, replace(plain, optimization_level=5, workspace_mib=3))
     assert (config.profiling_verbosity, config.builder_optimization_level) == ("detailed", 5)
@@ -173,7 +170,7 @@ def test_options_and_choices_reach_the_configuration() -> None:
     assert vars(config) == before, "nothing is asked of it"
 
 
-def test_profiles_for_every_size_and_for_each() -> None:
+def test_profiles_for_every_size_and_for_each():
     def profiles(batch: BatchRange, *, each: bool) -> list[tuple[int, int, int]]:
         return list(build._profile_sizes(BuildSettings("sm90", batch, profile_each_size=each)))
 

@@ -69,7 +69,7 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "timing" / "h100.cache"
 
 
-def test_a_build_begins_with_what_others_measured(file: Path) -> None:
+def test_a_build_begins_with_what_others_measured(file):
     assert build(file, b"a", b"b") == set()
     assert build(file, b"c") == {b"a", b"b"}
     assert build(file) == {b"a", b"b", b"c"}
@@ -83,7 +83,7 @@ def test_a_build_begins_with_what_others_measured(file: Path) -> None:
     assert build(file) == {b"a", b"b", b"c", b"other", b"own"}
 
 
-def test_processes_lose_nothing_of_one_another(file: Path) -> None:
+def test_processes_lose_nothing_of_one_another(file):
     context = multiprocessing.get_context("fork")
     entries = [f"tactic{number}".encode() for number in range(6)]
     processes = [context.Process(target=build, args=(file, entry)) for entry in entries]
@@ -96,9 +96,7 @@ def test_processes_lose_nothing_of_one_another(file: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"damaged", b"A100 x y"])
-def test_a_cache_that_is_refused_is_begun_anew(
-    file: Path, content: bytes, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_cache_that_is_refused_is_begun_anew(file, content, capsys):
     file.parent.mkdir()
     file.write_bytes(content)
     assert build(file, b"a") == set()
@@ -106,9 +104,7 @@ def test_a_cache_that_is_refused_is_begun_anew(
     assert "of another device or version, or damaged: begun anew" in capsys.readouterr().out
 
 
-def test_each_device_has_a_file_and_one_that_cannot_be_written_fails_no_build(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_each_device_has_a_file_and_one_that_cannot_be_written_fails_no_build(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("LOKA_ONNX_CACHE", str(tmp_path))
     h100 = "NVIDIA H100 80GB HBM3"
     file = timing_cache_file("tensorrt", "10.16.1.11", h100, "sm90")

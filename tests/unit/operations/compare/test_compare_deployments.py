@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,7 +16,6 @@ from compared_deployments import (
     INPUTS,
     ROWS,
     SPEND,
-    Place,
     artifact_of,
     ends,
     make_weights,
@@ -76,7 +74,7 @@ def close(found: tuple[float, ...], expected: Interval) -> None:
     assert found == pytest.approx(values, rel=1e-3, abs=1e-3 * width)
 
 
-def test_a_known_change_of_the_weights_gives_the_delta_ne_of_a_float64_formula(place: Place) -> None:
+def test_a_known_change_of_the_weights_gives_the_delta_ne_of_a_float64_formula(place):
     found = compare(place.a, place.b, place.rows, options(group="request"))
     columns, groups = place.columns, place.columns["request"]
     before, after = make_weights().scores(columns), make_weights().moved(BY).scores(columns)
@@ -108,7 +106,7 @@ def test_a_known_change_of_the_weights_gives_the_delta_ne_of_a_float64_formula(p
     assert named(found, "spend: value RMSE")
 
 
-def test_delta_auc_is_that_of_the_two_float64_areas(place: Place) -> None:
+def test_delta_auc_is_that_of_the_two_float64_areas(place):
     found = named(compare(place.a, place.b, place.rows, options(group="request")), "cvr: AUC")
 
     def area(scores: np.ndarray) -> float:
@@ -127,7 +125,7 @@ def test_delta_auc_is_that_of_the_two_float64_areas(place: Place) -> None:
     assert shown == pytest.approx((before, after, after - before), abs=1e-5)
 
 
-def test_a_deployment_against_itself_differs_by_exactly_nothing(place: Place) -> None:
+def test_a_deployment_against_itself_differs_by_exactly_nothing(place):
     found = compare(place.a, place.a, place.rows, options(latency=True, batches=(8,), slices=("country",)))
     rows = found.rows("accuracy")
     assert len(rows) > 15
@@ -140,7 +138,7 @@ def test_a_deployment_against_itself_differs_by_exactly_nothing(place: Place) ->
     assert lower <= value <= upper
 
 
-def test_exchanged_arguments_mirror_the_sign(place: Place) -> None:
+def test_exchanged_arguments_mirror_the_sign(place):
     one = compare(place.a, place.b, place.rows, options())
     other = compare(place.b, place.a, place.rows, options())
     for name in ("ctr: NE (logit)", "cvr: NE (probability)", "spend: NE (regression)"):
@@ -156,7 +154,7 @@ def test_exchanged_arguments_mirror_the_sign(place: Place) -> None:
     assert ends(one, "cvr: AUC") == pytest.approx((-value, -upper, -lower), abs=1e-12)
 
 
-def test_everything_is_equal_to_what_the_evaluation_stage_gives_for_the_pair(place: Place) -> None:
+def test_everything_is_equal_to_what_the_evaluation_stage_gives_for_the_pair(place):
     found = compare(place.a, place.b, place.rows, options(group="request", slices=("country",)))
     root = place.b.parent
     dense = InputBinding("dense", INPUTS["dense"], "float32", 2)
@@ -194,9 +192,7 @@ def test_everything_is_equal_to_what_the_evaluation_stage_gives_for_the_pair(pla
 # Labels --------------------------------------------------------------------------------------------
 
 
-def test_without_labels_only_kl_is_judged_and_a_regression_only_measured(
-    place: Place, tmp_path: Path
-) -> None:
+def test_without_labels_only_kl_is_judged_and_a_regression_only_measured(place, tmp_path):
     rows = write_rows(tmp_path / "live.npz", place.columns, drop=("clicked", "bought", "amount"))
     found = compare(place.a, place.b, rows, options())
     assert {item.what.partition(": ")[2] for item in found.rows("accuracy")} == {
@@ -221,7 +217,7 @@ def test_without_labels_only_kl_is_judged_and_a_regression_only_measured(
     assert "column 'clicked' of 'live.npz' does not exist" in found.notes[0]
 
 
-def test_a_label_without_its_output_needs_exactly_one(place: Place, tmp_path: Path) -> None:
+def test_a_label_without_its_output_needs_exactly_one(place, tmp_path):
     error = refused(ConfigError, place.a, place.b, place.rows, options(labels={ONLY: "clicked"}))
     assert "judged are ctr, cvr, spend" in error.evidence
     a, b = (write_model(tmp_path / f"{by}.onnx", make_weights().moved(by)) for by in (0.0, BY))
@@ -234,7 +230,7 @@ def test_a_label_without_its_output_needs_exactly_one(place: Place, tmp_path: Pa
     assert named(found, "ctr: NE (logit)").note.startswith("budget 0.02 %, the default")
 
 
-def test_bundles_that_judge_an_output_differently_are_refused(place: Place, tmp_path: Path) -> None:
+def test_bundles_that_judge_an_output_differently_are_refused(place, tmp_path):
     other = dataclasses.replace(CTR, kind=OutputKind.PROBABILITY)
     c = write_deployment(tmp_path / "c", {"fp32": make_weights()}, judged=(other,))
     error = refused(ConfigError, place.a, c, place.rows, options())
@@ -246,7 +242,7 @@ def test_bundles_that_judge_an_output_differently_are_refused(place: Place, tmp_
     assert settled.rows("accuracy") == plain.rows("accuracy")
 
 
-def test_a_label_settles_which_of_two_holds(place: Place, tmp_path: Path) -> None:
+def test_a_label_settles_which_of_two_holds(place, tmp_path):
     other = dataclasses.replace(CTR, label="bought", weight=None, clip=1e-6)
     c = write_deployment(tmp_path / "c", {"fp32": make_weights()}, judged=(other, CVR, SPEND))
     assert refused(ConfigError, place.a, c, place.rows, options()).remedy == (
@@ -262,7 +258,7 @@ def test_a_label_settles_which_of_two_holds(place: Place, tmp_path: Path) -> Non
 # Budgets -------------------------------------------------------------------------------------------
 
 
-def test_a_budget_is_held_against_the_upper_end(place: Place) -> None:
+def test_a_budget_is_held_against_the_upper_end(place):
     found = compare(place.a, place.b, place.rows, options())
     assert found.beyond == ()
     upper = {item.what: ends(found, item.what)[2] for item in found.rows("accuracy") if ": NE" in item.what}
@@ -275,7 +271,7 @@ def test_a_budget_is_held_against_the_upper_end(place: Place) -> None:
     assert named(below, worst).tone in {Tone.WARN, Tone.BAD}
 
 
-def test_an_output_that_cannot_be_judged_does_not_pass_a_budget(place: Place, tmp_path: Path) -> None:
+def test_an_output_that_cannot_be_judged_does_not_pass_a_budget(place, tmp_path):
     rows = write_rows(tmp_path / "live.npz", place.columns, drop=("amount",))
     found = compare(place.a, place.a, rows, options(budget=0.1))
     (beyond,) = found.beyond

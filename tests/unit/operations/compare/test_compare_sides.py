@@ -10,7 +10,6 @@ import onnx
 import pytest
 from compared_deployments import (
     BY,
-    Place,
     ends,
     make_weights,
     options,
@@ -57,9 +56,7 @@ def write_fixed(path: Path) -> Path:
 # Models --------------------------------------------------------------------------------------------
 
 
-def test_plain_models_are_compared_by_how_far_they_move_until_kinds_are_known(
-    place: Place, tmp_path: Path
-) -> None:
+def test_plain_models_are_compared_by_how_far_they_move_until_kinds_are_known(place, tmp_path):
     a = write_model(tmp_path / "a.onnx", make_weights())
     b = write_model(tmp_path / "b.onnx", make_weights().moved(BY))
     found = compare(a, b, place.rows, options())
@@ -79,7 +76,7 @@ def test_plain_models_are_compared_by_how_far_they_move_until_kinds_are_known(
         assert ends(plain, what) == pytest.approx(ends(bundled, what))
 
 
-def test_a_model_with_a_fixed_batch_is_asked_for_so_many_rows(place: Place, tmp_path: Path) -> None:
+def test_a_model_with_a_fixed_batch_is_asked_for_so_many_rows(place, tmp_path):
     path = write_fixed(tmp_path / "fixed.onnx")
     found = compare(path, place.b, place.rows, options(rows=50))
     assert sizes(found) == [("in requests of 16 rows", "16 to 16 rows.")]
@@ -91,7 +88,7 @@ def test_a_model_with_a_fixed_batch_is_asked_for_so_many_rows(place: Place, tmp_
 # Refusals ------------------------------------------------------------------------------------------
 
 
-def test_other_inputs_and_outputs_are_refused_by_name(place: Place, tmp_path: Path) -> None:
+def test_other_inputs_and_outputs_are_refused_by_name(place, tmp_path):
     wide = write_model(tmp_path / "wide.onnx", make_weights(), width=6)
     error = refused(ConfigError, place.a, wide, place.rows, options())
     assert (error.code, error.where) == ("E1615", "input 'dense'")
@@ -102,7 +99,7 @@ def test_other_inputs_and_outputs_are_refused_by_name(place: Place, tmp_path: Pa
     assert "has float32[?], B" in error.evidence and error.evidence.endswith("has none")
 
 
-def test_batch_ranges_without_a_size_in_common_are_refused(place: Place, tmp_path: Path) -> None:
+def test_batch_ranges_without_a_size_in_common_are_refused(place, tmp_path):
     large = write_deployment(tmp_path / "c", {"fp32": make_weights()}, batch=BatchRange(2, 4))
     few = write_deployment(tmp_path / "d", {"fp32": make_weights()}, batch=BatchRange(2, 512))
     assert compare(place.a, few, place.rows, options(rows=9)).sections[0].text.endswith("2 to 512 rows.")
@@ -110,7 +107,7 @@ def test_batch_ranges_without_a_size_in_common_are_refused(place: Place, tmp_pat
     assert (error.code, error.evidence) == ("E1602", "A takes 2 to 4 rows, B 16 to 16")
 
 
-def test_an_error_says_which_side_it_is(place: Place, tmp_path: Path) -> None:
+def test_an_error_says_which_side_it_is(place, tmp_path):
     broken = write_deployment(tmp_path / "broken", {"fp32": make_weights()})
     (broken / "plans.json").write_text("{}")
     (tmp_path / "some.loka").write_bytes(b"not a bundle")
@@ -122,7 +119,7 @@ def test_an_error_says_which_side_it_is(place: Place, tmp_path: Path) -> None:
         assert what in refused(kind, *pair, place.rows, options()).what
 
 
-def test_answers_that_are_not_finite_name_the_side(place: Place, tmp_path: Path) -> None:
+def test_answers_that_are_not_finite_name_the_side(place, tmp_path):
     weights = make_weights()
     weights.bias[0] = np.nan
     nan = write_model(tmp_path / "nan.onnx", weights)
@@ -132,15 +129,13 @@ def test_answers_that_are_not_finite_name_the_side(place: Place, tmp_path: Path)
     assert error.where == f"B ('{nan}') as the candidate, A ('{place.a}') as the reference"
 
 
-def test_ids_must_be_in_the_tables_of_both(place: Place, tmp_path: Path) -> None:
+def test_ids_must_be_in_the_tables_of_both(place, tmp_path):
     smaller = write_model(tmp_path / "small.onnx", make_weights(items=6))
     for pair in ((place.a, smaller), (smaller, place.a)):
         assert "column 'item'" in str(refused(DataError, *pair, place.rows, options()))
 
 
-def test_programs_that_nobody_vouches_for_are_passed_over_and_that_is_said(
-    place: Place, tmp_path: Path
-) -> None:
+def test_programs_that_nobody_vouches_for_are_passed_over_and_that_is_said(place, tmp_path):
     programs = write_deployment(tmp_path / "c", {"fp32": make_weights()}, backend="tensorrt")
     _, engine, passed = compare(place.a, programs, place.rows, options()).b.facts
     assert "the FP32 fallback" in engine and passed.startswith("not used: cpu-tensorrt")
@@ -149,7 +144,7 @@ def test_programs_that_nobody_vouches_for_are_passed_over_and_that_is_said(
 # Engines by the rows of a request ------------------------------------------------------------------
 
 
-def test_each_pair_of_engines_is_judged_in_requests_that_it_answers(place: Place, tmp_path: Path) -> None:
+def test_each_pair_of_engines_is_judged_in_requests_that_it_answers(place, tmp_path):
     weights = make_weights()
     routed = write_deployment(
         tmp_path / "routed",
@@ -179,9 +174,7 @@ def test_each_pair_of_engines_is_judged_in_requests_that_it_answers(place: Place
 
 
 @pytest.mark.slow
-def test_both_are_timed_in_turns_at_the_sizes_that_they_record(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_both_are_timed_in_turns_at_the_sizes_that_they_record(place, monkeypatch):
     loads = []
     measure = deployments.measure_interleaved
 
@@ -209,7 +202,7 @@ def test_both_are_timed_in_turns_at_the_sizes_that_they_record(
     assert overall.verdict is not None and len(overall.verdict.numbers) == 3
 
 
-def test_one_load_has_no_interval(place: Place) -> None:
+def test_one_load_has_no_interval(place):
     once = dataclasses.replace(options(latency=True, batches=(8, 32)), loads=1)
     few = times(compare(place.a, place.b, place.rows, once))
     assert [item.what for item in few] == ["batch 8", "batch 32", "over all, per row"]
@@ -230,7 +223,7 @@ def test_one_load_has_no_interval(place: Place) -> None:
         (1.02, 1.2, "B is slower"),
     ],
 )
-def test_a_side_is_faster_or_slower_beyond_noise_only(lower: float, upper: float, pace: str) -> None:
+def test_a_side_is_faster_or_slower_beyond_noise_only(lower, upper, pace):
     value = (lower + upper) / 2
     item = deployments._latency_row("batch 8", Interval(value, lower, upper, 0.95, 6))
     assert item.verdict is not None
@@ -238,7 +231,7 @@ def test_a_side_is_faster_or_slower_beyond_noise_only(lower: float, upper: float
 
 
 @pytest.mark.slow
-def test_a_side_that_fails_while_it_is_timed_is_an_error(place: Place, tmp_path: Path) -> None:
+def test_a_side_that_fails_while_it_is_timed_is_an_error(place, tmp_path):
     """It answers 3000 rows, which accuracy is judged on, and no 4."""
     path = write_model(tmp_path / "eights.onnx", make_weights())
     model = onnx.load(path)
@@ -259,9 +252,7 @@ def test_a_side_that_fails_while_it_is_timed_is_an_error(place: Place, tmp_path:
     raise_for(compare(place.a, path, place.rows, options(budget=0.1)))
 
 
-def test_a_bundle_that_is_loaded_again_answers_with_the_same_engines_by_size(
-    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bundle_that_is_loaded_again_answers_with_the_same_engines_by_size(place, tmp_path, monkeypatch):
     """On a later load the routed engine does not run, while the main one does."""
     weights = make_weights()
     routed = write_deployment(

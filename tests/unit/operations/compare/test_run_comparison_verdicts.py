@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -66,7 +65,7 @@ def on_two(data: ReportData, *plans: str) -> ReportData:
     return dataclasses.replace(data, engines=(*others, *engines), choice=Choice((cpu, *choices)))
 
 
-def test_each_architecture_of_a_target_is_compared(tmp_path: Path, run: ReportData) -> None:
+def test_each_architecture_of_a_target_is_compared(tmp_path, run):
     before = on_two(run, "fp8-safe", "fp8-safe")
     found = compared(tmp_path / "a", before, on_two(run, "fp8-safe", "fp32"))
     assert changes(found) == {"cpu": "the same", "rtx (sm89)": "the same", "rtx (sm120)": "changed"}
@@ -91,7 +90,7 @@ def routed(data: ReportData, *routes: tuple[int, str, str]) -> ReportData:
     return with_target(data, routes=tuple(Route(*route) for route in routes))
 
 
-def test_requests_that_go_to_another_engine_are_a_change(tmp_path: Path, run: ReportData) -> None:
+def test_requests_that_go_to_another_engine_are_a_change(tmp_path, run):
     found = compared(tmp_path, run, routed(run, (8, FP32, "fp32"), (1024, SAFE, "fp8-safe")))
     assert changes(found)["cpu"] == "changed" and tone(found) is Tone.WARN
     routes = named(found, "engines", "cpu: requests by size")
@@ -124,13 +123,11 @@ SMALL = [(8, FP32, "fp32"), (64, SAFE, "fp8-safe")]
         ([], "changed"),
     ],
 )
-def test_a_route_table_is_what_it_does_to_requests(
-    tmp_path: Path, run: ReportData, now: Any, change: str
-) -> None:
+def test_a_route_table_is_what_it_does_to_requests(tmp_path, run, now, change):
     assert changes(compared(tmp_path, routed(run, *SMALL), routed(run, *now)))["cpu"] == change
 
 
-def test_the_cost_of_an_engine_that_takes_some_requests_only_counts(tmp_path: Path, run: ReportData) -> None:
+def test_the_cost_of_an_engine_that_takes_some_requests_only_counts(tmp_path, run):
     before = routed(run, *SMALL)
     after = with_outputs(before, lambda o: dataclasses.replace(o, budget_status="beyond"), engine=SAFE)
     assert tone(compared(tmp_path, before, after)) is Tone.BAD
@@ -160,9 +157,7 @@ def in_parts(data: ReportData, spread: float) -> ReportData:
         (1.009, None, "not slower"),
     ],
 )
-def test_an_engine_that_takes_longer_than_noise_is_not_green(
-    tmp_path: Path, run: ReportData, factor: float, spread: float | None, verdict: str
-) -> None:
+def test_an_engine_that_takes_longer_than_noise_is_not_green(tmp_path, run, factor, spread, verdict):
     before = run if spread is None else in_parts(run, spread)
     found = compared(tmp_path, before, slower(before, factor))
     assert {texts(item)[2].partition("; ")[2] for item in found.rows("latency")} == {verdict}
@@ -183,7 +178,7 @@ def of_another_model(data: ReportData) -> ReportData:
     return dataclasses.replace(data, exported=dataclasses.replace(data.exported, digest="f" * 64))
 
 
-def test_green_is_only_what_is_seen_to_hold(tmp_path: Path, run: ReportData) -> None:
+def test_green_is_only_what_is_seen_to_hold(tmp_path, run):
     for name, after, expected in (
         ("same", run, Tone.GOOD),
         ("lower cost", costing(run, Interval(0.0, -5e-5, 5e-5, 0.95, 2400)), Tone.GOOD),
@@ -204,9 +199,7 @@ def test_green_is_only_what_is_seen_to_hold(tmp_path: Path, run: ReportData) -> 
         (of_another_model, "relative to another FP32 model"),
     ],
 )
-def test_a_cost_is_worse_for_certain_on_the_same_rows_and_model_only(
-    tmp_path: Path, run: ReportData, change: Any, remark: str
-) -> None:
+def test_a_cost_is_worse_for_certain_on_the_same_rows_and_model_only(tmp_path, run, change, remark):
     found = compared(tmp_path, run, change(costing(run, HIGHER)))
     costs = [item for item in found.rows("cost") if item.what.startswith("cpu")]
     assert len(costs) == 2
@@ -217,7 +210,7 @@ def test_a_cost_is_worse_for_certain_on_the_same_rows_and_model_only(
 # Sites ----------------------------------------------------------------------------------------------------
 
 
-def test_sites_are_alike_only_where_nothing_of_them_differs(tmp_path: Path, run: ReportData) -> None:
+def test_sites_are_alike_only_where_nothing_of_them_differs(tmp_path, run):
     assert not compared(tmp_path / "same", run, run).rows("sites")
 
     def with_decisions(*decisions: Any) -> ReportData:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import inf
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -47,14 +46,14 @@ def same() -> DriftReport:
     return drift_of(live_columns())
 
 
-def test_fresh_rows_of_the_same_distribution_do_not_alarm(same: DriftReport) -> None:
+def test_fresh_rows_of_the_same_distribution_do_not_alarm(same):
     assert same.is_judged and same.alarms == () and same.changed == ()
     assert (same.profile_batches, same.live_batches, same.batch_rows) == (24, 16, BATCH)
     assert (same.profile_rows, same.live_rows) == (PROFILE_ROWS, LIVE_ROWS)
     assert serde.loads(DriftReport, serde.dumps(same)) == same
 
 
-def test_statistics_are_those_of_the_rows(same: DriftReport) -> None:
+def test_statistics_are_those_of_the_rows(same):
     """Of the input itself, from float64 over whole batches; of 64 rows every one is sampled."""
     before, after = columns_of(PROFILE_ROWS, seed=1)["x"], live_columns()
     tensor = only_x(same)
@@ -82,7 +81,7 @@ def test_statistics_are_those_of_the_rows(same: DriftReport) -> None:
     assert column.unit == pytest.approx(full_batches(before)[:, :, 3].std(), rel=1e-6)
 
 
-def test_batches_beyond_the_range_are_counted(same: DriftReport) -> None:
+def test_batches_beyond_the_range_are_counted(same):
     x = live_columns() * np.float32(1.2)
     wanted = np.abs(full_batches(x)).max(axis=(1, 2)) > np.abs(columns_of(PROFILE_ROWS, seed=1)["x"]).max()
     tensor = only_x(drift_of(x))
@@ -90,16 +89,14 @@ def test_batches_beyond_the_range_are_counted(same: DriftReport) -> None:
     assert tensor.range.p_value == exceedance_probability(int(wanted.sum()), 16, 24)
 
 
-def test_p_values_are_adjusted_for_every_test_of_every_tensor(same: DriftReport) -> None:
+def test_p_values_are_adjusted_for_every_test_of_every_tensor(same):
     every = [p for t in same.tensors for p in (t.range.p_value, *(s.p_value for s in t.shifts))]
     adjusted = [p for t in same.tensors for p in (t.range.adjusted, *(s.adjusted for s in t.shifts))]
     assert len(every) == same.tests > 100
     assert tuple(adjusted) == holm(every)
 
 
-def test_errors_and_kl_are_those_of_a_calibration_of_the_same_rows_under_the_same_scales(
-    tmp_path: Path,
-) -> None:
+def test_errors_and_kl_are_those_of_a_calibration_of_the_same_rows_under_the_same_scales(tmp_path):
     columns = columns_of(LIVE_ROWS, seed=5)
     columns["x"] = columns["x"] * np.float32(1.5)
     options = replace(OPTIONS, scales=baseline().profile.scales)
@@ -118,7 +115,7 @@ def test_errors_and_kl_are_those_of_a_calibration_of_the_same_rows_under_the_sam
         assert kl == pytest.approx(relative * wanted.baseline_loss["y"].value, rel=1e-9)
 
 
-def test_the_predicted_change_of_delta_ne_is_relative_to_the_profiles_loss(tmp_path: Path) -> None:
+def test_the_predicted_change_of_delta_ne_is_relative_to_the_profiles_loss(tmp_path):
     x = live_columns() * np.float32(3)
     report = drift_of(x)
     live = measure_live(baseline(), live_data(x), tmp_path, DriftOptions(threads=1))
@@ -133,14 +130,14 @@ def test_the_predicted_change_of_delta_ne_is_relative_to_the_profiles_loss(tmp_p
 
 
 @pytest.mark.slow
-def test_the_family_wise_level_holds() -> None:
+def test_the_family_wise_level_holds():
     """By certainty alone, without any threshold: at 1 % a hundred samples give 1 ± 1 false alarms."""
     found = [bool(drift_of(live_columns(seed=100 + i), DriftOptions(kl_rows=64)).changed) for i in range(100)]
     assert sum(found) <= 5
 
 
 @pytest.mark.slow
-def test_rows_that_stand_together_do_not_pass_for_drift() -> None:
+def test_rows_that_stand_together_do_not_pass_for_drift():
     """Eight rows in a row are one user's: rows are no unit, and rare octaves may be missing altogether."""
     found = []
     for seed in range(100, 160):
@@ -150,7 +147,7 @@ def test_rows_that_stand_together_do_not_pass_for_drift() -> None:
 
 
 @pytest.mark.parametrize(("factor", "times"), [(2.0, "1.99"), (0.0, "0.00")])
-def test_one_of_sixteen_features_doubled_or_silent_alarms_by_its_name(factor: float, times: str) -> None:
+def test_one_of_sixteen_features_doubled_or_silent_alarms_by_its_name(factor, times):
     x = live_columns()
     x[:, 11] *= factor
     report = drift_of(x)
@@ -161,7 +158,7 @@ def test_one_of_sixteen_features_doubled_or_silent_alarms_by_its_name(factor: fl
     assert not [a for a in report.alarms if a.measure is Measure.RMS and a.where == "x"]
 
 
-def test_a_scale_that_grows_alarms_in_every_way() -> None:
+def test_a_scale_that_grows_alarms_in_every_way():
     report = drift_of(live_columns() * np.float32(3))
     measures = {alarm.measure for alarm in report.alarms}
     assert measures == set(Measure) - {Measure.MEAN, Measure.ZEROS}
@@ -176,7 +173,7 @@ def test_a_scale_that_grows_alarms_in_every_way() -> None:
     assert report.tensors[0].smallest_adjusted <= 0.01
 
 
-def test_mean_and_zeros_alarm() -> None:
+def test_mean_and_zeros_alarm():
     x = live_columns() + np.float32(1)
     x[::2, ::4] = 0.0
     found = {alarm.measure: alarm.sentence for alarm in drift_of(x).alarms if alarm.where == "x"}
@@ -185,7 +182,7 @@ def test_mean_and_zeros_alarm() -> None:
 
 
 @pytest.mark.slow
-def test_what_is_certain_but_small_does_not_alarm_unless_asked_for() -> None:
+def test_what_is_certain_but_small_does_not_alarm_unless_asked_for():
     """Two percent, seen on 64 times as many rows."""
     x = live_columns(64 * LIVE_ROWS, seed=3) * np.float32(1.02)
     options = DriftOptions(kl_rows=256)
@@ -194,7 +191,7 @@ def test_what_is_certain_but_small_does_not_alarm_unless_asked_for() -> None:
     assert drift_of(x, replace(options, relevance=EVERYTHING)).alarms
 
 
-def test_the_largest_accepted_growth_of_delta_ne_replaces_the_share_of_the_budget() -> None:
+def test_the_largest_accepted_growth_of_delta_ne_replaces_the_share_of_the_budget():
     x = live_columns() * np.float32(3)
     growth = drift_of(x).outputs[0].predicted
     for most, is_alarm in ((0.5 * growth, True), (2.0 * growth, False)):
@@ -202,7 +199,7 @@ def test_the_largest_accepted_growth_of_delta_ne_replaces_the_share_of_the_budge
         assert (Measure.DELTA_NE in {alarm.measure for alarm in alarms}) is is_alarm
 
 
-def test_too_few_live_batches_are_not_judged() -> None:
+def test_too_few_live_batches_are_not_judged():
     report = drift_of(live_columns(7 * BATCH + 20) * np.float32(4))
     assert not report.is_judged and report.alarms == () and report.tests == 0
     assert report.not_judged.startswith("the live rows fill 7 batches of 64 rows")
@@ -210,7 +207,7 @@ def test_too_few_live_batches_are_not_judged() -> None:
     assert report.tensors[0].range.growth > 2.0 and report.outputs[0].predicted > 0.0
 
 
-def test_a_profile_with_too_few_batches_is_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_profile_with_too_few_batches_is_not_judged(monkeypatch):
     known = baseline()
     sites = tuple(
         replace(site, operands={name: replace(s, spread=NO_BATCHES) for name, s in site.operands.items()})
@@ -222,13 +219,13 @@ def test_a_profile_with_too_few_batches_is_not_judged(monkeypatch: pytest.Monkey
     assert report.not_judged.startswith("the profile holds no full batch, and 8 are needed")
 
 
-def test_the_profile_of_another_model_is_refused() -> None:
+def test_the_profile_of_another_model_is_refused():
     known = baseline()
     with pytest.raises(UserError, match=r"the profile is not that of 'model\.onnx'"):
         Baseline(replace(known.model, digest="f" * 64), known.profile)
 
 
-def test_live_rows_that_are_not_finite_are_refused() -> None:
+def test_live_rows_that_are_not_finite_are_refused():
     x = live_columns()
     x[700, 2] = 3e38
     with pytest.raises(CalibrationError, match=r"is not finite in batch 11 of 17 of 'clicks-0412\.npz'"):
@@ -243,7 +240,7 @@ def test_live_rows_that_are_not_finite_are_refused() -> None:
         ({"most_delta_ne": -1.0}, "max-predicted-delta-ne"),
     ],
 )
-def test_options_out_of_range_are_refused(wrong: dict[str, float], where: str) -> None:
+def test_options_out_of_range_are_refused(wrong, where):
     with pytest.raises(ConfigError) as refused:
         DriftOptions(**wrong)
     assert refused.value.where == where
@@ -258,13 +255,11 @@ def test_options_out_of_range_are_refused(wrong: dict[str, float], where: str) -
         ((1.0, 0.0, 0.0, 0.0), -inf, -inf),
     ],
 )
-def test_a_shift_in_its_unit_and_in_standard_errors(
-    values: tuple[float, ...], effect: float, deviation: float
-) -> None:
+def test_a_shift_in_its_unit_and_in_standard_errors(values, effect, deviation):
     shift = Shift("mean", *values, 0.5)
     assert (shift.effect, shift.deviation) == pytest.approx((effect, deviation))
 
 
 @pytest.mark.parametrize(("before", "after", "growth"), [(2.0, 3.0, 1.5), (0.0, 0.0, 1.0), (0.0, 1.0, inf)])
-def test_growth_of_a_range(before: float, after: float, growth: float) -> None:
+def test_growth_of_a_range(before, after, growth):
     assert RangeShift(before, after, 0, 8, 1.0).growth == growth

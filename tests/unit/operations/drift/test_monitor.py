@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -51,7 +50,7 @@ def metrics(monitor: Monitor) -> dict[tuple[str, ...], float]:
     return found
 
 
-def test_rows_of_many_calls_are_compared_as_a_file_of_them_is(monitor: Monitor) -> None:
+def test_rows_of_many_calls_are_compared_as_a_file_of_them_is(monitor):
     """Batches are those of the file, whatever the calls were; the window holds them all."""
     x = live_columns() * np.float32(1.4)
     feed_in_calls(monitor, x)
@@ -70,7 +69,7 @@ def test_rows_of_many_calls_are_compared_as_a_file_of_them_is(monitor: Monitor) 
     assert {a.measure for a in found.alarms} == {a.measure for a in wanted.alarms} - {Measure.DELTA_NE}
 
 
-def test_the_metrics_of_a_change(monitor: Monitor) -> None:
+def test_the_metrics_of_a_change(monitor):
     x = live_columns() * np.float32(1.4)
     x[:, 3] *= 2
     x[5, 0] = np.nan
@@ -100,7 +99,7 @@ def test_the_metrics_of_a_change(monitor: Monitor) -> None:
     assert found["loka_onnx_site_saturated_elements_total", "left"] / elements == site.live_saturated
 
 
-def test_the_window_moves_on_and_counters_do_not_fall(monitor: Monitor) -> None:
+def test_the_window_moves_on_and_counters_do_not_fall(monitor):
     wide, usual = live_columns(20 * BATCH) * np.float32(3), live_columns(20 * BATCH, seed=8)
     feed_in_calls(monitor, wide)
     before = metrics(monitor)
@@ -119,7 +118,7 @@ def test_the_window_moves_on_and_counters_do_not_fall(monitor: Monitor) -> None:
     assert after["loka_onnx_tensor_batches_beyond_total", "x"] == (peaks > known).sum() >= 20
 
 
-def test_before_the_first_batch_there_are_counters_only(monitor: Monitor) -> None:
+def test_before_the_first_batch_there_are_counters_only(monitor):
     monitor.feed({"x": live_columns(BATCH - 1)})
     assert monitor.report() is None
     found = metrics(monitor)
@@ -145,16 +144,14 @@ WRONG: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("inputs", "message"), WRONG)
-def test_what_are_not_the_models_inputs_is_counted_and_not_raised(
-    monitor: Monitor, inputs: Any, message: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_are_not_the_models_inputs_is_counted_and_not_raised(monitor, inputs, message, caplog):
     with caplog.at_level("DEBUG"):
         monitor.feed(inputs)
     assert (monitor.tally().rejected_calls, monitor.tally().fed) == (1, 0)
     assert message in caplog.text
 
 
-def test_wider_types_lists_and_empty_calls_are_taken(monitor: Monitor) -> None:
+def test_wider_types_lists_and_empty_calls_are_taken(monitor):
     x = live_columns(2 * BATCH)
     monitor.feed({"x": x[:BATCH].astype(np.float64)})
     monitor.feed({"x": x[BATCH:].tolist()})
@@ -167,7 +164,7 @@ def test_wider_types_lists_and_empty_calls_are_taken(monitor: Monitor) -> None:
     assert monitor.tally().rejected == 1
 
 
-def test_a_caller_may_reuse_its_arrays(monitor: Monitor) -> None:
+def test_a_caller_may_reuse_its_arrays(monitor):
     x = live_columns(BATCH)
     half = x[: BATCH // 2].copy()
     monitor.feed({"x": half})
@@ -177,7 +174,7 @@ def test_a_caller_may_reuse_its_arrays(monitor: Monitor) -> None:
     assert largest(monitor) == np.abs(x).max()
 
 
-def test_batches_that_come_too_fast_are_dropped_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_that_come_too_fast_are_dropped_and_counted(monkeypatch):
     gate = threading.Event()
     with Monitor(baseline(), MonitorOptions(sample_rate=1.0, pending=2)) as monitor:
         measure = monitor._take
@@ -191,9 +188,7 @@ def test_batches_that_come_too_fast_are_dropped_and_counted(monkeypatch: pytest.
         assert monitor.tally().batches * BATCH + monitor.tally().dropped == 12 * BATCH
 
 
-def test_a_batch_that_fails_is_counted_and_the_next_one_measured(
-    monitor: Monitor, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_batch_that_fails_is_counted_and_the_next_one_measured(monitor, caplog):
     x = live_columns(2 * BATCH)
     # Finite, but its products are not.
     monitor.feed({"x": np.full((BATCH, 16), 3e38, np.float32)})
@@ -204,7 +199,7 @@ def test_a_batch_that_fails_is_counted_and_the_next_one_measured(
     assert "is not finite in a batch that was fed" in caplog.text
 
 
-def test_many_threads_lose_nothing(monitor: Monitor) -> None:
+def test_many_threads_lose_nothing(monitor):
     threads, calls, rows = 8, 40, 8
     x = live_columns(rows)
 
@@ -227,7 +222,7 @@ def test_many_threads_lose_nothing(monitor: Monitor) -> None:
     assert largest(monitor) == np.abs(x).max()
 
 
-def test_after_closing_rows_are_passed_over_and_files_are_gone(tmp_path: Path) -> None:
+def test_after_closing_rows_are_passed_over_and_files_are_gone(tmp_path):
     monitor = Monitor(baseline(), ALL, tmp_path)
     assert all(path.name.startswith(".monitor-") for path in tmp_path.iterdir())
     assert len(list(tmp_path.iterdir())) == 1
@@ -240,7 +235,7 @@ def test_after_closing_rows_are_passed_over_and_files_are_gone(tmp_path: Path) -
     assert "loka-onnx-monitor" not in {thread.name for thread in threading.enumerate()}
 
 
-def test_the_file_for_the_collector_is_whole(monitor: Monitor, tmp_path: Path) -> None:
+def test_the_file_for_the_collector_is_whole(monitor, tmp_path):
     feed_in_calls(monitor, live_columns(BATCH))
     target = tmp_path / "metrics" / "loka.prom"
     monitor.write(target)
@@ -248,15 +243,13 @@ def test_the_file_for_the_collector_is_whole(monitor: Monitor, tmp_path: Path) -
     assert [path.name for path in target.parent.iterdir()] == ["loka.prom"]
 
 
-def test_without_prometheus_client_the_extra_is_named(
-    monitor: Monitor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_prometheus_client_the_extra_is_named(monitor, monkeypatch):
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     with pytest.raises(MissingPackage, match=r"remedy: pip install 'loka-onnx\[serve\]'"):
         monitor.text()
 
 
 @pytest.mark.parametrize("wrong", [{"sample_rate": 0.0}, {"sample_rate": 1.5}, {"window": 3}, {"pending": 0}])
-def test_options_out_of_range_are_refused(wrong: dict[str, float]) -> None:
+def test_options_out_of_range_are_refused(wrong):
     with pytest.raises(ConfigError, match="a monitor samples a share of the rows, over a window of some"):
         MonitorOptions(**wrong)

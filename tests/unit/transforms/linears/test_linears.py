@@ -135,6 +135,7 @@ STEPS = {
 }
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(
     st.lists(st.tuples(st.integers(1, 5), st.lists(st.sampled_from(sorted(STEPS)), max_size=3)), max_size=4)

@@ -147,6 +147,7 @@ def test_only_a_plan_with_a_part_in_fp8_pays_for_two_products(
         )
 
 
+@pytest.mark.slow
 def test_the_most_channels_do_where_they_leave_little_more_than_was_asked_for(tmp_path: Path) -> None:
     before, least = model(BODIES["Gemm"]), 1.0
     for left in np.geomspace(0.5, 1e-6, 40):
