@@ -381,8 +381,8 @@ TAKEN_APART: dict[str, Case] = {
     ),
     "target_attention_of_any_length": Case(
         f"s = Shape<start=1, end=2>(k) times = Concat<axis=0>(one, s, one) {TARGET}"
-        " r = Flatten<axis=2>(c) [fc] h0 = MatMul(r, w) h = Add(h0, b) y = Relu(h)",
-        {"one": [1], "w": dyadic(64, 8), "b": dyadic(8)},
+        " r = Flatten<axis=2>(c) [fc] h = MatMul(r, w) y = Relu(h)",
+        {"one": [1], "w": dyadic(64, 8)},
         "float[batch,1,16] q, float[batch,steps,16] k",
     ),
     "a_tensor_twice": Case(
@@ -390,9 +390,20 @@ TAKEN_APART: dict[str, Case] = {
         {"w": dyadic(16, 8), "width": [8]},
     ),
     "two_towers": Case(
-        "d = Sub(x, z) p = Mul(x, z) c = Concat<axis=1>(x, p, d, z) [fc] y = Gemm(c, w)",
+        "d = Sub(x, z) p = Mul(x, z) c = Concat<axis=-1>(x, p, d, z) [fc] y = MatMul(c, w)",
         {"w": dyadic(32, 8)},
-        "float[batch,8] x, float[batch,8] z",
+        "float[batch,1,8] x, float[batch,1,8] z",
+    ),
+    "learned_positions": Case(
+        "p = Add(k, positions) c = Concat<axis=-1>(p, k) r = Reshape(c, rows) [fc] y = Gemm(r, w, b)",
+        {"positions": dyadic(6, 16), "rows": [-1, 32], "w": dyadic(32, 8), "b": dyadic(8)},
+        "float[batch,6,16] k",
+    ),
+    "a_bias_stays_with_its_layer": Case(
+        f"{TARGET} [fc] h0 = MatMul(c, w) h = Add(h0, b) m = Neg(h) n = Mul(h, two)"
+        " t = Concat<axis=-1>(m, n) [top] y = MatMul(t, v)",
+        {"times": [1, 6, 1], "w": dyadic(64, 8), "b": dyadic(8), "two": 2.0, "v": dyadic(16, 8)},
+        HISTORY,
     ),
 }
 

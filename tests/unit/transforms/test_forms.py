@@ -75,9 +75,11 @@ AFTER = {
         "a_row_for_two_layers": "Concat MatMul MatMul Add Add Mul",
         "target_attention": "Mul MatMul Concat Add MatMul Add Relu",
         "target_attention_of_rows": "Mul MatMul Concat Add MatMul Add Reshape Relu",
-        "target_attention_of_any_length": "Mul MatMul Concat Add MatMul Add Reshape Relu",
+        "target_attention_of_any_length": "Mul MatMul Concat MatMul Add Reshape Relu",
         "a_tensor_twice": "MatMul",
-        "two_towers": "Mul Concat Gemm",
+        "two_towers": "Mul Concat MatMul",
+        "learned_positions": "MatMul Add Reshape",
+        "a_bias_stays_with_its_layer": "Mul MatMul Concat Add MatMul Add MatMul",
     },
 }
 

@@ -278,9 +278,9 @@ SPLIT_LEFT_ALONE = {
         why={"fc": "every part of its Concat is the same along an axis"},
     ),
     "a_difference_of_what_is_not_there": Case(
-        f"d = Sub(x, z) {TOGETHER.format(axis=1, parts='x, d')}",
+        f"d = Sub(u, z) {TOGETHER.format(axis=1, parts='x, d')}",
         {"w": (16, 8)},
-        "float[batch,8] x, float[batch,8] z",
+        "float[batch,8] x, float[batch,8] z, float[batch,8] u",
         why={"fc": NONE_LESS},
     ),
     "a_copied_channel_beside_many_outputs": Case(
@@ -299,9 +299,21 @@ SPLIT_LEFT_ALONE = {
         why={"fc": NONE_LESS},
     ),
     "columns_are_copied": Case(
-        f"e = Expand(z, times) {TOGETHER.format(axis=1, parts='x, e')}",
-        {"w": (16, 8), "times": [1, 8]},
-        "float[batch,8] x, float[batch,1] z",
+        f"e = Expand(q, whole) {TOGETHER.format(axis=2, parts='k, e')}",
+        {"w": (16, 8), "whole": [1, 6, 8]},
+        "float[batch,6,8] k, float[batch,1,1] q",
+        why={"fc": NONE_LESS},
+    ),
+    "a_tile_of_several_positions": Case(
+        f"e = Tile(q, times) {TOGETHER.format(axis=3, parts='k, e')}",
+        {"w": (16, 8), "times": [1, 3, 2, 1]},
+        "float[batch,3,4,8] k, float[batch,1,2,8] q",
+        why={"fc": NONE_LESS},
+    ),
+    "several_positions_twice": Case(
+        f"f = Expand(q, times) e = Concat<axis=2>(f, f) {TOGETHER.format(axis=3, parts='k, e')}",
+        {"w": (16, 8), "times": [1, 3, 1, 1]},
+        "float[batch,3,4,8] k, float[batch,1,2,8] q",
         why={"fc": NONE_LESS},
     ),
     "a_view_that_divides_rows": Case(
