@@ -160,8 +160,6 @@ def _place(model: GraphModel, match: Concatenated, source: Tensor, weight: Vecto
     product = model.add("MatMul", operands, f"{site}/matmul")
     summed = model.add("Add", [product, addend], f"{site}/sum")
     model.hand_over(layer.result, _rows(model, summed, layer.n, site))
-    if layer.add is not None:
-        model.remove([node])
     model.rename(product.inputs[0], site)
 
 
@@ -203,8 +201,8 @@ def _read(model: GraphModel, node: Node) -> Concatenated | None:
     concat = made_by(joined, "Concat")
     if concat is None or layer.on_left or not is_along_last(concat, joined):
         return None
-    widths = [static_dim(part, -1) for part in concat.inputs]
-    if None in widths:
+    widths = [static_dim(part, -1) or 0 for part in concat.inputs]
+    if not all(widths):
         raise NotRewritten("the width of a part of its Concat is not known")
     ends = np.cumsum(widths)
     if ends[-1] != layer.k:
@@ -318,8 +316,8 @@ def _copied(tensor: Tensor) -> Tensor:
 
 def _is_copy(node: Node) -> bool:
     source = static_shape(node.inputs[0]) if node.inputs else ()
-    if node.op == "Identity" or not source or source[-1] is None:
-        return node.op == "Identity"
+    if not source or source[-1] is None:
+        return False
     if node.op == "Expand":
         return source[-1] == static_dim(node.outputs[0], -1)
     if node.op == "Tile":

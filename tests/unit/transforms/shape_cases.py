@@ -394,6 +394,12 @@ TAKEN_APART: dict[str, Case] = {
         {"w": dyadic(32, 8)},
         "float[batch,1,8] x, float[batch,1,8] z",
     ),
+    "two_candidates": Case(
+        "d = Expand(q, times) e = Expand(u, times) c = Concat<axis=-1>(d, k, e) r = Reshape(c, rows)"
+        " [fc] h0 = MatMul(r, w) h = Add(h0, b) y = Relu(h)",
+        {"times": [1, 6, 1], "rows": [-1, 48], "w": dyadic(48, 8), "b": dyadic(8)},
+        f"{HISTORY}, float[batch,1,16] u",
+    ),
     "learned_positions": Case(
         "p = Add(k, positions) c = Concat<axis=-1>(p, k) r = Reshape(c, rows) [fc] y = Gemm(r, w, b)",
         {"positions": dyadic(6, 16), "rows": [-1, 32], "w": dyadic(32, 8), "b": dyadic(8)},

@@ -78,6 +78,7 @@ AFTER = {
         "target_attention_of_any_length": "Mul MatMul Concat MatMul Add Reshape Relu",
         "a_tensor_twice": "MatMul",
         "two_towers": "Mul Concat MatMul",
+        "two_candidates": "MatMul Concat MatMul Add Add Reshape Relu",
         "learned_positions": "MatMul Add Reshape",
         "a_bias_stays_with_its_layer": "Mul MatMul Concat Add MatMul Add MatMul",
     },

@@ -298,6 +298,28 @@ SPLIT_LEFT_ALONE = {
         "float[batch,8] x, float[batch,8] z",
         why={"fc": NONE_LESS},
     ),
+    "a_length_that_may_be_one": Case(
+        f"d = Sub(k, z) {TOGETHER.format(axis=2, parts='k, d')}",
+        {"w": (16, 8)},
+        "float[batch,6,8] k, float[batch,steps,8] z",
+        why={"fc": NONE_LESS},
+    ),
+    "a_factor_for_each_position": Case(
+        f"d = Mul(k, positions) {TOGETHER.format(axis=2, parts='k, d')}",
+        {"w": (16, 8), "positions": (8, 1)},
+        "float[batch,8,8] k",
+        why={"fc": NONE_LESS},
+    ),
+    "another_reader_of_the_concat": Case(
+        f"{TOGETHER.format(axis=1, parts='x, z, x')} v = Relu(c)",
+        {"w": (24, 2)},
+        "float[batch,8] x, float[batch,8] z",
+        "y, v",
+        why={
+            "fc": "it takes 24576 operations at a batch of 256, with each tensor by itself 16384 and 4096 "
+            "more elements to move"
+        },
+    ),
     "columns_are_copied": Case(
         f"e = Expand(q, whole) {TOGETHER.format(axis=2, parts='k, e')}",
         {"w": (16, 8), "whole": [1, 6, 8]},
