@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
 import numpy as np
 
@@ -53,7 +54,6 @@ MOVED, SUMMED = 16, 3
 40 layers in ONNX Runtime (FP32, one core with AVX-512), K of 64 and 256, N of 16 to 256."""
 _DEEPEST = 8
 """Most operators between a part and its terms; both operands of a sum are followed."""
-_ELEMENTWISE = frozenset({"Add", "Sub", "Mul", "Div"})
 _VIEWS = frozenset({"Reshape", "Flatten"})
 
 
@@ -65,17 +65,11 @@ class Term:
     factors: Vector
 
 
-@dataclass(frozen=True)
-class Cost:
+class Cost(NamedTuple):
     """Operations of products, and elements that are copied, at a nominal batch."""
 
     flops: int
     moved: int
-
-    @property
-    def time(self) -> int:
-        """Operations of products that take as long."""
-        return self.flops + MOVED * self.moved
 
 
 @dataclass(frozen=True)
@@ -178,11 +172,8 @@ def _joined(model: GraphModel, terms: Sequence[Term], concat: Node) -> Tensor:
     if len(tensors) == 1:
         return tensors[0]
     for node in consumers(tensors[0]):
-        if (
-            node.op == "Concat"
-            and is_along_last(node, tensors[0])
-            and list(map(id, node.inputs)) == list(map(id, tensors))
-        ):
+        is_along_k = node.op == "Concat" and is_along_last(node, tensors[0])
+        if is_along_k and [id(tensor) for tensor in node.inputs] == [id(tensor) for tensor in tensors]:
             return node.outputs[0]
     joined = model.add("Concat", tensors, f"{concat.name}/rest", attrs={"axis": -1})
     joined.shape = [*shape_of(tensors[0])[:-1], sum(len(term.factors) for term in terms)]
@@ -216,30 +207,27 @@ def _read(model: GraphModel, node: Node) -> Concatenated | None:
             if is_constant(term.tensor):
                 constant = constant + (values_of(term.tensor).astype(np.float64) * term.factors) @ rows
                 continue
-            weight, before = term.factors[:, None] * rows, weights.get(id(term.tensor))
-            weights[id(term.tensor)] = Term(
-                term.tensor, weight if before is None else before.factors + weight
-            )
-    whole = tuple(term for term in weights.values() if _is_whole(term.tensor, known))
-    groups: dict[tuple[Dim, ...], tuple[Term, ...]] = {}
+            before = weights.get(id(term.tensor), Term(term.tensor, np.zeros(())))
+            weights[id(term.tensor)] = Term(term.tensor, before.factors + term.factors[:, None] * rows)
+    groups: dict[tuple[Dim, ...] | None, list[Term]] = {None: []}
     for term in weights.values():
-        if not _is_whole(term.tensor, known):
-            shape = (dimensions(term.tensor) or ())[:-1]
-            groups[shape] = (*groups.get(shape, ()), term)
+        shape = None if _is_whole(term.tensor, known) else (dimensions(term.tensor) or ())[:-1]
+        groups.setdefault(shape, []).append(term)
+    whole, *shared = map(tuple, groups.values())
     if not whole:
         raise NotRewritten("every part of its Concat is the same along an axis")
-    if not groups and len(whole) == len(parts):
+    if not shared and len(whole) == len(parts):
         reason = "no part of its Concat is the same along an axis, or a sum of others"
         raise NotRewritten(f"{reason}: the copy costs less than {len(parts)} products")
     constant = constant.reshape(-1) if constant.size == layer.n else constant
-    shared = tuple(groups.values())
     now, then = _costs(layer, concat, known, whole, shared, constant)
-    if then.time >= now.time:
+    if then.flops + MOVED * then.moved >= now.flops + MOVED * now.moved:
         raise NotRewritten(
             f"it takes {now.flops} operations at a batch of {NOMINAL_LENGTH}, with each tensor by itself "
             f"{then.flops} and {then.moved - now.moved} more elements to move"
         )
-    return Concatenated(layer, concat, view, whole, shared, constant, _copies(whole, known), now, then)
+    copies = tuple(_copies(whole, known))
+    return Concatenated(layer, concat, view, whole, tuple(shared), constant, copies, now, then)
 
 
 Known = tuple[frozenset[Dim], ...]
@@ -292,17 +280,12 @@ def _behind_views(node: Node) -> list[Node]:
     return consumers(node.outputs[0]) if node.op in _VIEWS else [node]
 
 
-def _copies(whole: Sequence[Term], known: Known) -> tuple[tuple[Node, int], ...]:
-    """Return operands of elementwise terms that are copies, and need not be: the other one is whole."""
-    nodes = [
-        node for term in whole if (node := producer(term.tensor)) is not None and node.op in _ELEMENTWISE
-    ]
-    return tuple(
-        (node, at)
-        for node in nodes
-        for at, tensor in enumerate(node.inputs)
-        if _copied(tensor) is not tensor and _is_whole(_copied(node.inputs[1 - at]), known)
-    )
+def _copies(whole: Sequence[Term], known: Known) -> Iterator[tuple[Node, int]]:
+    """Yield operands of products that are copies, and need not be: the other one is whole."""
+    for node in (node for term in whole if (node := made_by(term.tensor, "Mul")) is not None):
+        for at, tensor in enumerate(node.inputs):
+            if _copied(tensor) is not tensor and _is_whole(_copied(node.inputs[1 - at]), known):
+                yield node, at
 
 
 def _copied(tensor: Tensor) -> Tensor:
@@ -332,10 +315,9 @@ def _is_copy(node: Node) -> bool:
 
 def _terms_of_parts(concat: Node, known: Known) -> list[list[Term]]:
     """Return the terms of each part; of one that would not become less, the part itself."""
-    itself = [[Term(part, np.ones(static_dim(part, -1) or 0))] for part in concat.inputs]
-    parts = [
-        _terms(part, len(terms[0].factors), known) for part, terms in zip(concat.inputs, itself, strict=True)
-    ]
+    widths = [(part, static_dim(part, -1) or 0) for part in concat.inputs]
+    itself = [[Term(part, np.ones(width))] for part, width in widths]
+    parts = [_terms(part, width, known) for part, width in widths]
     whole = [
         {id(t.tensor) for t in terms if not is_constant(t.tensor) and _is_whole(t.tensor, known)}
         for terms in parts
@@ -356,9 +338,11 @@ def _terms(tensor: Tensor, width: int, known: Known, depth: int = _DEEPEST) -> l
     tensor = _copied(tensor)
     node, ones = producer(tensor), np.ones(width)
     scaled: list[tuple[Tensor, Vector]] = []
-    if node is None or not depth or _is_biased(node) or _is_shared(tensor, known):
+    if node is None or not depth or _is_shared(tensor, known):
         return [Term(tensor, ones)]
-    if node.op in {"Add", "Sub"}:
+    has_bias = any(map(is_constant, node.inputs)) and any(made_by(t, "MatMul") for t in node.inputs)
+    if node.op in {"Add", "Sub"} and not has_bias:
+        # The bias of another layer stays with it.
         scaled = [(node.inputs[0], ones), (node.inputs[1], ones if node.op == "Add" else -ones)]
     elif node.op == "Neg":
         scaled = [(node.inputs[0], -ones)]
@@ -375,15 +359,6 @@ def _terms(tensor: Tensor, width: int, known: Known, depth: int = _DEEPEST) -> l
         for each, factors in scaled
         for term in _terms(each, width, known, depth - 1)
     ]
-
-
-def _is_biased(node: Node) -> bool:
-    """True for the bias of a layer, which stays with it."""
-    return (
-        node.op == "Add"
-        and any(map(is_constant, node.inputs))
-        and any(made_by(t, "MatMul") for t in node.inputs)
-    )
 
 
 def _has_width(tensor: Tensor, width: int) -> bool:
