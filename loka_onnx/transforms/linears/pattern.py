@@ -26,6 +26,9 @@ from loka_onnx.transforms.base import NotRewritten
 
 Vector = npt.NDArray[np.float64]
 
+NOMINAL_LENGTH = 256
+"""Length of a dynamic axis where costs are compared."""
+
 
 @dataclass(frozen=True)
 class Linear:

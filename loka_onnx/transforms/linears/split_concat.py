@@ -37,8 +37,8 @@ from loka_onnx.graph.model import (
 )
 from loka_onnx.graph.shape_values import Dim, dimensions, read_dimensions, static_shape
 from loka_onnx.transforms.base import Mod, NotRewritten, find
-from loka_onnx.transforms.interactions.reassociate_interaction import NOMINAL_LENGTH
 from loka_onnx.transforms.linears.pattern import (
+    NOMINAL_LENGTH,
     Linear,
     Vector,
     is_along_last,
