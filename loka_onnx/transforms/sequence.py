@@ -57,7 +57,6 @@ _LONGEST_REASON = 300
 DEFAULT_MODS: tuple[type[Mod[Any]], ...] = (
     EinsumToMatMul,
     ConvToMatMul,
-    SplitConcat,
     FoldConstants,
     ColumnToRow,
     RemoveNoOps,
@@ -66,6 +65,7 @@ DEFAULT_MODS: tuple[type[Mod[Any]], ...] = (
     FuseRMSNorm,
     FoldBatchNorm,
     FoldNormAffine,
+    SplitConcat,
     OuterToMul,
     ReassociateInteraction,
     MergeGathers,

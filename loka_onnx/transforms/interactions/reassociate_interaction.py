@@ -24,10 +24,8 @@ from loka_onnx.core.rewrite import Applied, Declined
 from loka_onnx.graph.model import GraphModel, Node, Tensor, is_constant
 from loka_onnx.graph.shape_values import static_shape
 from loka_onnx.transforms.base import Mod, NotRewritten
-from loka_onnx.transforms.linears.pattern import made_by, only_reader
+from loka_onnx.transforms.linears.pattern import NOMINAL_LENGTH, made_by, only_reader
 
-NOMINAL_LENGTH = 256
-"""Length of a dynamic axis where costs are compared."""
 MARGIN = 0.25
 """Least share of the operations that is saved."""
 

@@ -26,6 +26,9 @@ from loka_onnx.transforms.base import NotRewritten
 
 Vector = npt.NDArray[np.float64]
 
+NOMINAL_LENGTH = 256
+"""Length of a dynamic axis where costs are compared."""
+
 
 @dataclass(frozen=True)
 class Linear:
@@ -120,7 +123,7 @@ def absorb_before(model: GraphModel, node: Node, scale: Vector, shift: Vector | 
     linear = read_linear(model, node)
     weight = linear.weight_kn().astype(np.float64)
     if shift is not None and shift.any():
-        _set_bias(model, linear, linear.bias_n().astype(np.float64) + shift @ weight)
+        set_bias(model, linear, linear.bias_n().astype(np.float64) + shift @ weight)
     _set_weight(model, linear, scale[:, None] * weight)
 
 
@@ -129,7 +132,7 @@ def absorb_behind(model: GraphModel, node: Node, scale: Vector, shift: Vector | 
     linear = read_linear(model, node)
     bias = scale * linear.bias_n() + (0.0 if shift is None else shift)
     if linear.bias is not None or bias.any():
-        _set_bias(model, linear, bias)
+        set_bias(model, linear, bias)
     _set_weight(model, linear, linear.weight_kn().astype(np.float64) * scale)
 
 
@@ -139,7 +142,8 @@ def _set_weight(model: GraphModel, linear: Linear, weight: Vector) -> None:
     linear.node.inputs[0 if linear.on_left else 1] = constant
 
 
-def _set_bias(model: GraphModel, linear: Linear, bias: Vector) -> None:
+def set_bias(model: GraphModel, linear: Linear, bias: Vector) -> None:
+    """Give a linear a constant bias (N,)."""
     values = bias.astype(values_of(linear.weight).dtype)
     # With the weight on the left, rows of the product are output channels.
     constant = model.constant(f"{linear.node.name}.bias", values[:, None] if linear.on_left else values)

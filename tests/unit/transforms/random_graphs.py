@@ -54,7 +54,7 @@ class RandomGraph(GraphBuilder):
         steps = (
             *(self.linear, self.linear, self.experts, self.norm, self.batch_norm, self.interaction, self.row),
             *(self.no_ops, self.split_and_join, self.einsum, self.constant_weight, self.columns),
-            *(self.convolution, self.column_vectors, self.gated),
+            *(self.convolution, self.column_vectors, self.gated, self.target),
         )
         for number in range(blocks):
             self.block = f"block{number}/"
@@ -237,6 +237,18 @@ class RandomGraph(GraphBuilder):
         gates = self.op(self.pick("Softmax", "Sigmoid"), [gates], 3)
         stack = self.op("Concat", parts, width, axis=2)
         return self.op("Squeeze", [self.op("MatMul", [stack, gates], width), last], width)
+
+    def target(self, x: str) -> str:
+        """Target attention of DIN: a candidate beside each position of a history."""
+        history, count = self.tokens(x)
+        candidate = self.normalized(self.product(x, 8))
+        candidate = self.op("Unsqueeze", [candidate, self.constant(np.array([1]))], 8)
+        copied = self.op("Expand", [candidate, self.constant(np.array([1, count, 1]))], 8)
+        difference = [copied, history] if self.pick(True, False) else [history, copied]
+        parts = [copied, history, self.op("Sub", difference, 8), self.op("Mul", [history, copied], 8)]
+        joined = self.op("Concat", [parts[at] for at in self.random.permutation(4)], 32, axis=2)
+        rows = self.op("Reshape", [joined, self.constant(np.array([-1, 32]))], 32)
+        return self.flattened(self.activation(self.product(rows, 4)), count, 4)
 
     def row(self, x: str) -> str:
         """A learned row beside the features."""

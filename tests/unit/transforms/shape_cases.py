@@ -360,17 +360,62 @@ JOINED: dict[str, Case] = {
 
 EXPANDED = "n = Shape<start=0, end=1>(x) s = Concat<axis=0>(n, width) e = Expand(row, s)"
 
+TARGET = "e = Expand(q, times) d = Sub(e, k) p = Mul(e, k) c = Concat<axis=-1>(e, k, d, p)"
+HISTORY = "float[batch,1,16] q, float[batch,6,16] k"
+
 TAKEN_APART: dict[str, Case] = {
     "a_learned_row": Case(
         f"{EXPANDED} c = Concat<axis=1>(x, e, z) [fc] h = Gemm<transB=1>(c, w, b) y = Relu(h)",
-        {"row": (1, 4), "w": (8, 15), "b": (8,), "width": [4]},
+        {"row": dyadic(1, 4), "w": dyadic(8, 15), "b": dyadic(8), "width": [4]},
         "float[batch,8] x, float[batch,3] z",
     ),
     "a_row_for_two_layers": Case(
         f"{EXPANDED} c = Concat<axis=-1>(e, x, z) [fc] h0 = MatMul(c, w) h = Add(h0, b)"
         " [gate] g = MatMul(c, v) y = Mul(h, g)",
-        {"row": (1, 4), "w": (15, 8), "b": (8,), "v": (15, 8), "width": [4]},
+        {"row": dyadic(1, 4), "w": dyadic(15, 8), "b": dyadic(8), "v": dyadic(15, 8, seed=1), "width": [4]},
         "float[batch,8] x, float[batch,3] z",
+    ),
+    "target_attention": Case(
+        f"{TARGET} [fc] h = MatMul(c, w) i = Add(h, b) y = Relu(i)",
+        {"times": [1, 6, 1], "w": dyadic(64, 8), "b": dyadic(8)},
+        HISTORY,
+    ),
+    "target_attention_of_rows": Case(
+        f"{TARGET} r = Reshape(c, rows) [fc] h = Gemm<transB=1>(r, w, b) y = Relu(h)",
+        {"times": [1, 6, 1], "rows": [-1, 64], "w": dyadic(24, 64), "b": dyadic(24)},
+        HISTORY,
+    ),
+    "target_attention_of_any_length": Case(
+        f"s = Shape<start=1, end=2>(k) times = Concat<axis=0>(one, s, one) {TARGET}"
+        " r = Flatten<axis=2>(c) [fc] h = MatMul(r, w) y = Relu(h)",
+        {"one": [1], "w": dyadic(64, 8)},
+        "float[batch,1,16] q, float[batch,steps,16] k",
+    ),
+    "a_tensor_twice": Case(
+        f"{EXPANDED.replace('row', 'x')} c = Concat<axis=1>(x, e) [fc] y = MatMul(c, w)",
+        {"w": dyadic(16, 8), "width": [8]},
+    ),
+    "two_towers": Case(
+        "d = Sub(x, z) p = Mul(x, z) c = Concat<axis=-1>(x, p, d, z) [fc] y = MatMul(c, w)",
+        {"w": dyadic(32, 8)},
+        "float[batch,1,8] x, float[batch,1,8] z",
+    ),
+    "two_candidates": Case(
+        "d = Expand(q, times) e = Expand(u, times) c = Concat<axis=-1>(d, k, e) r = Reshape(c, rows)"
+        " [fc] h0 = MatMul(r, w) h = Add(h0, b) y = Relu(h)",
+        {"times": [1, 6, 1], "rows": [-1, 48], "w": dyadic(48, 8), "b": dyadic(8)},
+        f"{HISTORY}, float[batch,1,16] u",
+    ),
+    "learned_positions": Case(
+        "p = Add(k, positions) c = Concat<axis=-1>(p, k) r = Reshape(c, rows) [fc] y = Gemm(r, w, b)",
+        {"positions": dyadic(6, 16), "rows": [-1, 32], "w": dyadic(32, 8), "b": dyadic(8)},
+        "float[batch,6,16] k",
+    ),
+    "a_bias_stays_with_its_layer": Case(
+        f"{TARGET} [fc] h0 = MatMul(c, w) h = Add(h0, b) m = Neg(h) n = Mul(h, two)"
+        " t = Concat<axis=-1>(m, n) [top] y = MatMul(t, v)",
+        {"times": [1, 6, 1], "w": dyadic(64, 8), "b": dyadic(8), "two": 2.0, "v": dyadic(16, 8)},
+        HISTORY,
     ),
 }
 

@@ -71,8 +71,16 @@ AFTER = {
         "two_runs": "Concat",
     },
     "apart": {
-        "a_learned_row": "Concat MatMul Gemm Add Relu",
-        "a_row_for_two_layers": "Concat MatMul MatMul MatMul MatMul Add Add Add Mul",
+        "a_learned_row": "Concat Gemm Relu",
+        "a_row_for_two_layers": "Concat MatMul MatMul Add Add Mul",
+        "target_attention": "Mul MatMul Concat Add MatMul Add Relu",
+        "target_attention_of_rows": "Mul MatMul Concat Add MatMul Add Reshape Relu",
+        "target_attention_of_any_length": "Mul MatMul Concat MatMul Add Reshape Relu",
+        "a_tensor_twice": "MatMul",
+        "two_towers": "Mul Concat MatMul",
+        "two_candidates": "MatMul Concat MatMul Add Add Reshape Relu",
+        "learned_positions": "MatMul Add Reshape",
+        "a_bias_stays_with_its_layer": "Mul MatMul Concat Add MatMul Add MatMul",
     },
 }
 
