@@ -187,7 +187,7 @@ def _rows(context: Context, trial: Trial) -> Iterator[str]:
             yield (
                 f"output '{spec.name}': with {rows:,} certification rows and every product in low precision, "
                 f"the bound cannot come under about {float(f'{width:.1g}'):.2%}, and the budget is "
-                f"{spec.budget:.3%}: give about {float(f'{needed:.1g}'):,.0f} rows, or fewer products will be"
+                f"{spec.budget:.3%}: give about {float(f'{needed:.1g}'):,.0f} rows, or fewer products will run in it"
             )
 
 
