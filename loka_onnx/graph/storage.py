@@ -60,7 +60,7 @@ def read_proto(path: Path) -> onnx.ModelProto:
 
 
 def _open_negative(graph: onnx.GraphProto) -> None:
-    """Make axes of a size below 0 dynamic: some converters write -1 for None, and ONNX Runtime takes it so."""
+    """Make axes of a negative size dynamic, as ONNX Runtime does: some converters write -1 for None."""
     for value in (*graph.input, *graph.output, *graph.value_info):
         for dim in value.type.tensor_type.shape.dim:
             if dim.dim_value < 0:
