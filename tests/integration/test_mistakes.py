@@ -262,7 +262,9 @@ def test_outputs_that_low_precision_changes_unjudged_are_named(place: Workplace,
 
     model(expose)(place)
     told = json.loads(command("doctor", place.run_file, "--json").out)["outlook"]["advice"]
-    assert [("'hidden'" in each, "'copied'" in each) for each in told if "not under" in each] == [(True, False)]
+    assert [("'hidden'" in each, "'copied'" in each) for each in told if "not under" in each] == [
+        (True, False)
+    ]
 
 
 @pytest.mark.slow
