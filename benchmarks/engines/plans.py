@@ -78,12 +78,14 @@ class Wanted:
         onnxruntime: Whether ONNX Runtime runs it as well.
         static: Whether each batch size gets a program of its own.
         whole: Whether engines look embeddings up, in tables of a few rows.
+        export: Whether max-autotune compiles the untouched model as well.
     """
 
     today: tuple[str, ...] = ("bf16", "fp16")
     onnxruntime: bool = False
     static: bool = False
     whole: bool = False
+    export: bool = True
 
 
 @dataclass(frozen=True)
@@ -199,10 +201,9 @@ def engines_of(case: Case, exported: Exported, directory: Path, wanted: Wanted) 
     tuned = ((FUSE, 0), (STATIC, 1), ("max_autotune", 1), ("search_launches", 1))
     engines = []
     for plan in plain.source.plans.plans:
-        engines += [
-            Engine(f"{TODAY}, {plan.id}", plain, plan, options=((FUSE, 0), fixed)),
-            Engine(f"{TODAY}, {plan.id} max-autotune", plain, plan, options=tuned),
-        ]
+        engines.append(Engine(f"{TODAY}, {plan.id}", plain, plan, options=((FUSE, 0), fixed)))
+        if wanted.export:
+            engines.append(Engine(f"{TODAY}, {plan.id} max-autotune", plain, plan, options=tuned))
     if wanted.whole:
         engines += [Engine(f"{TODAY}, {TORCH} {plan.id}", plain, plan, TORCH) for plan in wide.plans]
     if wanted.onnxruntime:

@@ -121,6 +121,9 @@ def main() -> None:
     parser.add_argument("--onnxruntime", action="store_true", help="ONNX Runtime on CUDA, FP16, as well")
     parser.add_argument("--batches", nargs="+", type=int, help="in place of those of the case")
     parser.add_argument("--static", action=argparse.BooleanOptionalAction, default=False)
+    parser.add_argument(
+        "--export", action=argparse.BooleanOptionalAction, default=True, help="compile it by max-autotune"
+    )
     parser.add_argument("--whole", action="store_true", help="engines look embeddings up themselves")
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--jobs", type=int, default=_jobs(), help="processes at a time")
@@ -218,7 +221,7 @@ def prepare(name: str, options: argparse.Namespace, directory: Path) -> Started:
         case = replace(case, batches=tuple(sorted(options.batches)))
     directory.mkdir()
     exported = export_case(case, directory)
-    wanted = Wanted(tuple(options.today), options.onnxruntime, options.static, options.whole)
+    wanted = Wanted(tuple(options.today), options.onnxruntime, options.static, options.whole, options.export)
     return Started(name, case, directory, exported, tuple(engines_of(case, exported, directory, wanted)))
 
 

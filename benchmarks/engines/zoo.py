@@ -33,6 +33,7 @@ from benchmarks.engines.zoo_today import Comparison
 from benchmarks.pipeline.training import GROUP, TRAINING, arguments_of, checkpoint_path, trained
 from benchmarks.recording import write_record
 from loka_onnx.config import DataConfig
+from loka_onnx.core.formats import Precision
 from loka_onnx.data.parquet import write_parquet
 from loka_onnx.export.checkpoint import load_checkpoint
 from loka_zoo.builders import build
@@ -101,6 +102,7 @@ def write_run_file(model: str, options: argparse.Namespace, directory: Path) -> 
             "draws": 2,
         },
         "targets": [{"device": options.target, "backends": list(options.backends)}],
+        **({"plan": {"formats": options.formats}} if options.formats else {}),
         "build": {
             "timeout_seconds": 300.0,
             "memory_gb": options.memory_gb,
@@ -162,9 +164,9 @@ def measure(model: str, options: argparse.Namespace) -> dict[str, Any]:
     tell(f"{model}: chosen {found['choice']['engine']}")
     data = prepared(options.data)
     rows = next(data.open("selection").batches(2 * max(options.serve))).inputs
-    compared = Comparison(
-        finished, rows, directory / "today", options, partial(module_of, model, data, options)
-    )
+    module = partial(module_of, model, data, options)
+    precisions = tuple(map(Precision, options.precisions))
+    compared = Comparison(finished, rows, directory / "today", options, module, precisions, options.export)
     found["beside today"] = compared.figures()
     found["seconds"]["all"] = time.perf_counter() - began
     tell(f"{model}: {json.dumps(found['beside today']['batches'])}")
@@ -202,6 +204,11 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--target", default="nvidia-h100")
     parser.add_argument("--backends", nargs="+", default=["inductor"])
     parser.add_argument("--serve", nargs="+", type=int, default=[256, 2048])
+    parser.add_argument("--formats", nargs="+", help="of the plans: fp8, int8 or both; default the device's")
+    parser.add_argument("--precisions", nargs="+", default=["bf16", "fp16"], help="of today's engines")
+    parser.add_argument(
+        "--export", action=argparse.BooleanOptionalAction, default=True, help="compile it too"
+    )
     parser.add_argument("--budget", type=float, default=0.0002)
     parser.add_argument("--range-rows", type=int)
     parser.add_argument("--sensitivity-rows", type=int, default=32768)

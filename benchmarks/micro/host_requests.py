@@ -2,7 +2,8 @@
 
 In turns: `Engine.infer` with NumPy arrays, with arrays of `Engine.buffers`, the engine's kernels alone with
 the batch in device memory, and the launch of a request's CUDA graph with the wait for it, which no Python
-around it can go below; behind them requests a second of 1, 2 and 4 sessions, a thread for each::
+around it can go below; behind them requests a second of 1, 2 and 4 sessions, a thread for each, and the 99th
+percentile of their times::
 
     python -m benchmarks.micro.host_requests --bundles DIR... --sizes 256 2048 --out DIR
 
@@ -17,6 +18,8 @@ import time
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from benchmarks.engines.timing import device_clock, device_facts, summary, timed_in_turns
 from benchmarks.recording import write_record
@@ -62,21 +65,25 @@ def figures(bundle: Path, sizes: list[int], turns: int, seconds: float) -> dict[
     for sessions in SESSIONS:
         with load(bundle, trust=True, serving=Serving(sessions=sessions)) as engine:
             for size in sizes:
-                found[str(size)][f"requests/s, {sessions}"] = rate(engine, size, sessions, seconds)
+                per_second, p99 = rate(engine, size, sessions, seconds)
+                found[str(size)] |= {f"requests/s, {sessions}": per_second, f"p99 µs, {sessions}": p99}
     return found
 
 
-def rate(engine: Engine, size: int, threads: int, seconds: float) -> float:
-    """Requests a second with a thread for each session, from arrays of `buffers`."""
-    counts, stop = [0] * threads, threading.Event()
+def rate(engine: Engine, size: int, threads: int, seconds: float) -> tuple[float, float]:
+    """Requests a second with a thread for each session, from arrays of `buffers`; the 99th percentile of the
+    time of one, in microseconds.
+    """
+    taken: list[list[float]] = [[] for _ in range(threads)]
+    stop = threading.Event()
 
     def ask(number: int) -> None:
         buffers = engine.buffers(size)
         for name, value in engine._request.items():
             buffers[name][:] = repeated(value, size)
+        request = Resident(partial(engine.infer, buffers), str)
         while not stop.is_set():
-            engine.infer(buffers)
-            counts[number] += 1
+            taken[number].append(clock(request))
 
     asking = [threading.Thread(target=ask, args=(number,)) for number in range(threads)]
     began = time.perf_counter()
@@ -86,7 +93,8 @@ def rate(engine: Engine, size: int, threads: int, seconds: float) -> float:
     stop.set()
     for thread in asking:
         thread.join()
-    return sum(counts) / (time.perf_counter() - began)
+    seconds = time.perf_counter() - began
+    return sum(map(len, taken)) / seconds, float(np.percentile(np.concatenate(taken), 99.0))
 
 
 def main() -> None:

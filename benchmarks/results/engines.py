@@ -406,15 +406,18 @@ def host_requests(record: Record) -> str:
         for batch in (key for key in found if key.isdigit()):
             held = found[batch]
             device = held["device"]["median_us"]
-            rates = [held[key] for count in (1, 2, 4) if (key := f"requests/s, {count}") in held]
+            rates = {count: held[key] for count in (1, 2, 4) if (key := f"requests/s, {count}") in held}
+            best = max(list(rates)[1:], key=rates.__getitem__, default=0)
+            p99 = [held[key] for count in (1, best) if (key := f"p99 µs, {count}") in held]
             rows.append(
                 (
                     f"{name}, {batch}",
                     str(found["columns"]),
                     microseconds(device),
                     *(f"+{held[way]['median_us'] - device:.0f}" for way in ("arrays", "buffers", LAUNCHED)),
-                    f"{rates[0]:,.0f}" if rates else NOTHING,
-                    f"{max(rates[1:]) / rates[0]:.2f}" if rates else NOTHING,
+                    f"{rates[1]:,.0f}" if best else NOTHING,
+                    f"{rates[best] / rates[1]:.2f}" if best else NOTHING,
+                    " / ".join(map(microseconds, p99)) or NOTHING,
                 )
             )
     head = (
@@ -426,5 +429,6 @@ def host_requests(record: Record) -> str:
         "launch and wait alone, µs",
         "requests/s, one session",
         "times with several sessions",
+        "99th percentile of a request, one / several, µs",
     )
     return table(head, rows)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -51,12 +51,13 @@ DRIFT_LEVELS = (0.001, 0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 0.999)
 class Units:
     """Groups of rows that belong together, and slices that are judged apart, of the rows of a split.
 
-    With `curves`, calibration and drift are described too.
+    With `curves`, calibration and drift are described too; without `metrics`, the change and a guarded AUC.
     """
 
     grouping: Groups | None = None
     slices: tuple[SliceColumn, ...] = ()
     curves: bool = False
+    metrics: bool = True
 
     @property
     def groups(self) -> npt.NDArray[np.intp] | None:
@@ -134,6 +135,7 @@ def evaluate_outputs(
         paired = paired_rows(spec, before, after, truth)
         if weighted_mean(paired.base, paired.weights) == 0.0:
             raise _nothing_to_relate_to(spec, paired)
+        truth = truth if units.metrics or spec.max_auc_drop is not None else replace(truth, labels=None)
         difference = _difference(spec, before, after, truth, paired, confidence)
         slices, left_out = slice_differences(paired, units.slices, spec, confidence)
         basis = units.basis(paired)

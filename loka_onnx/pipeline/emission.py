@@ -210,6 +210,7 @@ def _contents(judging: Judging, results: Results, choice: Choice, report: Sequen
     fallback = Expectation(exact, dict.fromkeys(exact, DEFAULT_TOLERANCE))
     by_id = {engine.id: engine for engine in results.engines.engines}
     chosen = dict.fromkeys(name for target in choice.targets for name in target.engines)
+    built = [by_id[name] for name in chosen if by_id[name].is_built]
     lookup = None
     if judging.split is not None and (halves := judging.split.halves) is not None:
         taken = judging.taken_by_engines(sample)
@@ -219,11 +220,7 @@ def _contents(judging: Judging, results: Results, choice: Choice, report: Sequen
         model=context.exported,
         judged=context.specs,
         batch=BatchRange(context.config.batch.min, context.config.batch.max),
-        engines=tuple(
-            _bundled(judging, results, by_id[name], sample, fallback)
-            for name in chosen
-            if by_id[name].is_built
-        ),
+        engines=tuple(_bundled(judging, results, engine, sample, fallback) for engine in built),
         fallback=fallback,
         sample=sample,
         plans=results.plans,

@@ -148,8 +148,7 @@ class Judging:
 
     def open_alone(self, engine: EngineArtifact) -> Runner:
         """Load an engine without the lookup before it."""
-        place = self.context.directory.path / (engine.path or Path())
-        return get_backend(engine.backend).open(engine, place)
+        return get_backend(engine.backend).open(engine, self.context.directory.path / (engine.path or Path()))
 
     def open_lookup(self) -> OnnxSession:
         """Load the lookup half; an InternalError where there is none."""
@@ -319,5 +318,4 @@ def _eight_bit_sites(engine: EngineArtifact) -> int:
 
 def _kind(engine: EngineArtifact) -> _Kind:
     device = device_of_architecture(engine.architecture) or engine.target
-    on_target = is_target(engine.target, engine.architecture)
-    return _Kind(engine.target, device, on_target, engine.simulated)
+    return _Kind(engine.target, device, is_target(engine.target, engine.architecture), engine.simulated)

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from math import sqrt
+from math import inf, sqrt
 from typing import Any
 
 import numpy as np
@@ -80,8 +80,7 @@ def climb_ladders(context: Context, modified: ModelArtifact, profile: Profile) -
     climbing = Climbing(context, modified, profile)
 
     def make() -> Climbs:
-        climbs = {kind: climbing.climb(kind) for kind in wanted}
-        return Climbs({kind: climb for kind, climb in climbs.items() if climb is not None})
+        return Climbs({kind: climbed for kind in wanted if (climbed := climbing.climb(kind)) is not None})
 
     return context.directory.document(LADDER, reads, make)
 
@@ -147,11 +146,13 @@ class Climbing:
     def climb(self, kind: str) -> Climb | None:
         """Return the highest rung of all sites that may run in a kind of plan, for the first attempt.
 
-        None where a mixed plan would have one format: that plan is left out.
+        None where a mixed plan would have one format, which is left out, or is searched by kernel times.
         """
-        start = self.start(kind)
-        is_mixed = kind != MIXED or start.plan.kind == MIXED
-        return self._climbed(start, start.rungs, 0) if is_mixed else None
+        planner = self._planner(kind)
+        start = planner.start_ladder() if planner.is_climbed else None
+        if start is None or (kind == MIXED and start.plan.kind != MIXED):
+            return None
+        return self._climbed(start, start.rungs, 0)
 
     def lower(self, plan: PrecisionPlan, attempt: int) -> PrecisionPlan | None:
         """Return a plan with fewer quantized sites for an attempt (from 0); None if no site would be left."""
@@ -163,10 +164,12 @@ class Climbing:
 
     def start(self, kind: str, plan: PrecisionPlan | None = None) -> LadderStart:
         """Return the ladder of a plan; of all sites that may run in its kind where there is none."""
+        return self._planner(kind).start_ladder(plan)
+
+    def _planner(self, kind: str) -> Planner:
         context, recipes = self.context, planned_recipes(self.context.config)
         options = plan_options(context, self.modified)
-        planner = Planner(self.modified, self.profile, context.specs, recipes, options, kind)
-        return planner.start_ladder(plan)
+        return Planner(self.modified, self.profile, context.specs, recipes, options, kind)
 
     def _climbed(self, start: LadderStart, rungs: Sequence[frozenset[str]], attempt: int) -> Climb:
         goal = Goal.of(attempt, (1.0 - CONFIDENCE) / self.context.looks)
@@ -206,22 +209,23 @@ class Climbing:
         simulated = simulate(context, run, split, rungs.scores, (rungs.exact, means), task)
         known = context.reference(split)
         columns, grouping = known.predictions.columns, known.units.grouping
+        units = Units(grouping, metrics=False)
 
         def judged(variant: Mapping[str, npt.NDArray[Any]], units: Units) -> tuple[OutputEvaluation, ...]:
             return evaluate_outputs(known.predictions.outputs, variant, columns, specs, units)
 
         variant = dict(simulated.predictions.outputs)
-        outputs = judged(variant, Units(grouping))
+        outputs = judged(variant, units)
         if simulated.constants:
             moved = {spec.name: simulated.with_constant(spec) for spec in specs}
-            pairs = tuple(zip(outputs, judged(moved, Units(grouping)), strict=True))
-            variant |= {after.output: moved[after.output] for before, after in pairs if _helps(before, after)}
-            outputs = tuple(after if _helps(before, after) else before for before, after in pairs)
+            after = judged(moved, units)
+            outputs = tuple(min(pair, key=_upper) for pair in zip(outputs, after, strict=True))
+            variant |= {a.output: moved[a.output] for o, a in zip(outputs, after, strict=True) if o is a}
         if grouping is None:
             rows = context.judged_rows
             spread = sqrt(rows["selection"] / rows["certification"])
             return Judged(outputs, {output.output: spread for output in outputs})
-        alone = judged(variant, Units())
+        alone = judged(variant, replace(units, grouping=None))
         spreads = {
             ours.output: design_spread(_half(theirs), _half(ours), *self._sizes)
             for ours, theirs in zip(outputs, alone, strict=True)
@@ -252,13 +256,10 @@ class _Rungs:
     exact: Mapping[str, float]
 
 
-def _helps(before: OutputEvaluation, after: OutputEvaluation) -> bool:
-    if before.difference is None or after.difference is None:
-        return False
-    return after.difference.judged.upper < before.difference.judged.upper
+def _upper(output: OutputEvaluation) -> float:
+    return inf if output.difference is None else output.difference.judged.upper
 
 
 def _half(output: OutputEvaluation) -> float:
-    if output.difference is None:
-        return 0.0
-    return output.difference.judged.upper - output.difference.judged.value
+    judged = None if output.difference is None else output.difference.judged
+    return 0.0 if judged is None else judged.upper - judged.value

@@ -72,9 +72,8 @@ def _bind(
 def fixed_widths(config: RunConfig, inputs: Sequence[TensorSpec]) -> dict[str, int]:
     """Width of each input, (batch, width), that is the same in all rows of a run's data."""
     data = config.data
-    files = dict.fromkeys(
-        filter(None, (data.path, data.calibration, data.selection, data.certification)) if inputs else ()
-    )
+    paths = (data.path, data.calibration, data.selection, data.certification)
+    files = dict.fromkeys(filter(None, paths) if inputs else ())
     bindings = [_bind(data.inputs.get(spec.name, (spec.name,)), spec, None) for spec in inputs]
     first, *others = (open_dataset(path, bindings).widths() for path in files) if files else ({},)
     return {name: width for name, width in first.items() if all(w.get(name) == width for w in others)}

@@ -203,12 +203,7 @@ class Planner:
     def plans(self, plan_id: str) -> Iterator[PrecisionPlan]:
         """Yield the plans of that id: one, or a fast one for each device on which it saves time."""
         if plan_id != self._fast:
-            plan = self._plan_of(plan_id)
-            if plan_id == MIXED and plan.kind != MIXED:
-                only = plan.kind.upper() or "none of both"
-                self.notes.append(f"plan {MIXED} is left out: it would have sites in {only} alone")
-            else:
-                yield plan
+            yield from self._left_if_of_one_format(self._plan_of(plan_id))
             return
         if not self.options.devices:
             self._leave_out("no device was named that it could be made for")
@@ -221,9 +216,22 @@ class Planner:
             if search.note:
                 self.notes.append(f"plan {self._fast}: {search.note}")
             if search.saves:
-                yield self._fast_plan(self._fast_id(known.device), search, search.best)
+                plan = self._fast_plan(self._fast_id(known.device), search, search.best)
+                yield from self._left_if_of_one_format(plan)
             else:
                 self._leave_out(search.why_nothing())
+
+    def _left_if_of_one_format(self, plan: PrecisionPlan) -> Iterator[PrecisionPlan]:
+        if kind_of(plan.id) == MIXED and plan.kind != MIXED:
+            only = plan.kind.upper() or "none of both"
+            self.notes.append(f"plan {MIXED} is left out: it would have sites in {only} alone")
+        else:
+            yield plan
+
+    @property
+    def is_climbed(self) -> bool:
+        """True if a ladder decides which sites its safe plan has; in a timed `mixed` plan kernel times do."""
+        return self._fast != MIXED
 
     def kl_of(self, site: str) -> float:
         """Return the KL of a site over the loss, on the output where it takes most of what is allowed."""
@@ -354,7 +362,7 @@ class Planner:
 
     @property
     def _fast(self) -> str:
-        return f"{self.kind}-{FAST}"
+        return MIXED if self.kind == MIXED and self._site_speeds else f"{self.kind}-{FAST}"
 
     def _fast_plan(self, plan_id: str, search: FastSearch, chosen: Sites) -> PrecisionPlan:
         sites = self.model.sites

@@ -27,7 +27,7 @@ randomized blocks) and 3.5.7 (Bonferroni's comparisons of all pairs).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import exp, inf, log, sqrt
 from statistics import fmean, median
@@ -67,11 +67,9 @@ class Speed:
     @classmethod
     def of(cls, evaluation: Evaluation | None, is_simulated: bool) -> Speed | None:
         """Return the speed of an engine; None where it was not measured on the target, or is simulated."""
-        if is_simulated or evaluation is None or not evaluation.latencies:
-            return None
-        if not all(latency.counts_for_choice for latency in evaluation.latencies):
-            return None
-        return cls({latency.batch: latency for latency in evaluation.latencies})
+        latencies = () if is_simulated or evaluation is None else evaluation.latencies
+        is_measured = latencies and all(latency.counts_for_choice for latency in latencies)
+        return cls({latency.batch: latency for latency in latencies}) if is_measured else None
 
     @property
     def batches(self) -> tuple[int, ...]:
@@ -163,9 +161,8 @@ def not_slower(speeds: Mapping[str, Speed], noise: float) -> list[str]:
     `noise` is the relative difference that counts for nothing.
     """
     fastest = min(speeds, key=lambda name: speeds[name].per_row_us)
-    others = (name for name in speeds if name != fastest)
-    close = (n for n in others if not any(speeds[n].is_slower(other, noise) for other in speeds.values()))
-    return [fastest, *close]
+    close = (n for n in speeds if not any(speeds[n].is_slower(other, noise) for other in speeds.values()))
+    return [fastest, *(name for name in close if name != fastest)]
 
 
 def contenders(
@@ -175,24 +172,26 @@ def contenders(
 
     `timed` are engines, timed in turns, the most exact first: of those not surely slower than the fastest
     the first is chosen, over all sizes and at each. That is open only while another of them looks faster, by
-    `noise` (the difference that counts for nothing), at one size by the `margin` of a route, and by `least`.
+    `noise` (the difference that counts for nothing), at one size by the `margin` of a route, and by `least`;
+    at one size it must look that much faster than the engine over all sizes as well, for a route to pay.
     """
-    speeds = rivals({name: Speed({item.batch: item for item in items}) for name, items in timed.items()})
-    sizes = {frozenset(speed.latencies) for speed in speeds.values()}
-    if len(sizes) != 1 or not (batches := next(iter(sizes))):
-        # An engine that failed at a size is excluded.
-        most = max(sizes, key=len, default=frozenset())
-        left = {
-            name: timed[name] for name, speed in speeds.items() if most and speed.latencies.keys() == most
-        }
-        return contenders(left, noise, margin, least) if 1 < len(left) < len(timed) else ()
+    batches = max((frozenset(item.batch for item in items) for items in timed.values()), key=len, default=())
+    every = {name: {item.batch: item for item in items} for name, items in timed.items()}
+    # An engine that failed at a size is excluded.
+    speeds = rivals({name: Speed(items) for name, items in every.items() if items.keys() == batches})
+    if not batches or len(speeds) == 1:
+        return ()
     close_ones: set[str] = set()
     at_sizes = (({name: speed.at(b) for name, speed in speeds.items()}, margin) for b in batches)
+    mains: Collection[str] = speeds
     for contest, gain in ((speeds, noise), *at_sizes):
-        close = not_slower(contest, noise)
-        chosen = next(contest[name] for name in timed if name in close)
-        if max(chosen.typical_ratio(contest[name]) for name in close) > 1.0 + max(gain, least):
-            close_ones |= {*close}
+        close, limit = not_slower(contest, noise), 1.0 + max(gain, least)
+        chosen = next(name for name in speeds if name in close)
+        faster = [n for n in close if contest[chosen].typical_ratio(contest[n]) > limit]
+        is_open = any(contest[main].typical_ratio(contest[n]) > limit for n in faster for main in mains)
+        if contest is speeds:
+            mains = close if is_open else [chosen]
+        close_ones |= {*close} if is_open else set()
     return tuple(name for name in timed if name in close_ones)
 
 

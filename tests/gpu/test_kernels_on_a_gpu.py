@@ -129,6 +129,14 @@ def test_shapes_of_products(shape: tuple[int, int, int], float8: bool, tile: Til
     check_product(case, tiles(1 if float8 else 2)[ALL_TILES.index(tile)])
 
 
+@pytest.mark.parametrize("tile", [TILES[-2], SPLIT_TILES[1]], ids=str)
+@pytest.mark.parametrize("shape", [(21, 40, 88), (2048, 200, 184), (257, 24, 1032)], ids=str)
+def test_products_that_are_not_quantized_take_multiples_of_8(shape: tuple[int, int, int], tile: Tile) -> None:
+    case = Product.of(DRAW, shape, "bias, relu", float8=False)
+    wide, exact = case.run(product, tiles(2)[ALL_TILES.index(tile)])[0], case.exact
+    assert_close(wide, exact, relative=eps(case.base), absolute=2.0**-10 * float(exact.abs().max()))
+
+
 @pytest.mark.parametrize("float8", [True, False], ids=["fp8", "base"])
 @pytest.mark.parametrize("number", range(len(ALL_TILES)))
 def test_every_tile(number: int, float8: bool) -> None:

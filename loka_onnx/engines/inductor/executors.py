@@ -41,6 +41,8 @@ Call = Callable[[list[Tensor]], Sequence[Tensor]]
 WARM_UPS = 3
 ALIGNMENT = 32
 """Bytes at whose multiples each input begins, narrow ids at half of them: kernels load up to 16 at once."""
+JOINED = 4096
+"""Ids up to which columns are checked as one array: a call of NumPy takes as long as a copy of so many."""
 MOST_VIEWS = 64
 """Numbers of rows whose views of pinned memory are kept: to make one takes as long as a copy of 200 rows."""
 
@@ -160,7 +162,10 @@ def blocks_of(inputs: Sequence[InputPort], size: int, *, narrow: bool = False) -
 
 def fit_int32(columns: Sequence[npt.NDArray[Any]]) -> bool:
     """Return True if int32 holds all values of arrays of one row shape."""
-    values = np.concatenate(columns) if len(columns) > 1 else columns[0]
+    first, *others = columns
+    if others and first.size > JOINED:
+        return all(fit_int32([values]) for values in columns)
+    values = np.concatenate(columns) if others else first
     # One pass where none is negative.
     if values.dtype == np.int64 and 0 <= np.bitwise_or.reduce(values, axis=None) < 1 << 31:
         return True

@@ -11,7 +11,9 @@ No copy is needed
   width, so it ends the search);
 - in front of a Split, or elementwise operators and a Split, which gets one more part that nobody reads;
 - behind a Gather with constant positions, alone or in a Concat (the pairs of a DLRM): one position is
-  gathered again and meets rows of zeros.
+  gathered again and meets rows of zeros;
+- behind a Concat that only layers read, which copies its parts anyway, where K is no multiple of 8: its
+  narrowest part gets a Pad.
 
 Otherwise there is a Pad in front of the layer or a Slice behind it, where the copy costs less than it saves
 (one H100, `benchmarks/micro/site_shapes.py`): BF16 products whose K or N is not a multiple of 8 take 1.1 to
@@ -57,6 +59,7 @@ class Widened:
 
     Attributes:
         gather: The Gather of which one position is repeated; without it and a maker there is a Pad.
+        part: The Concat, and the number of its part, whose Pad that is; None for a Pad of `tensor`.
         between: Computed tensors that become wider with it.
         takers: The layers whose K takes the columns, at the row `position` of their weights.
         split: The Split that gets one more part. Without takers and Split there is a Slice.
@@ -66,6 +69,7 @@ class Widened:
     added: int
     maker: Linear | None = None
     gather: Node | None = None
+    part: tuple[Node, int] | None = None
     between: tuple[Tensor, ...] = ()
     takers: tuple[Linear, ...] = ()
     position: int = 0
@@ -93,7 +97,8 @@ class Widened:
         if self.gather is not None:
             return f"a position of '{self.gather.name}' is gathered again"
         if self.maker is None:
-            return f"a Pad in front of {names}"
+            where = f"in front of {names}" if self.part is None else f"of a part of '{self.part[0].name}'"
+            return f"a Pad {where}"
         if self.takers:
             return f"taken up by the K of {names}"
         return "one more part of the Split" if self.split is not None else "a Slice behind it"
@@ -152,7 +157,11 @@ class PadSites(Mod[Widened]):
         for tensor in match.between:
             tensor.shape = widened_shape(tensor, match.added)
         if match.takers:
-            padded = _padded(model, match) if match.maker is None and match.gather is None else None
+            if match.part is not None:
+                concat, at = match.part
+                concat.inputs[at] = _padded(model, match, concat.inputs[at])
+            is_padded = match.maker is None and match.gather is None and match.part is None
+            padded = _padded(model, match, match.tensor) if is_padded else None
             for taker in match.takers:
                 if padded is not None:
                     taker.node.inputs[0] = padded
@@ -182,11 +191,13 @@ class PadSites(Mod[Widened]):
         """Return how the K of a layer is padded."""
         self._check_gain("K", layer.k, layer.n)
         added = -layer.k % ALIGNMENT
-        widened = _widened_gather(model, layer, added)
-        if widened is not None:
-            return widened
         readers = (layers[id(node)] for node in consumers(layer.source) if id(node) in layers)
         takers = tuple(taker for taker in readers if taker.source is layer.source)
+        widened = _widened_gather(model, layer, added)
+        if widened is None and layer.k % 8:
+            widened = _widened_concat(model, takers, added)
+        if widened is not None:
+            return widened
         self._rule.check("K", layer.k, sum(taker.k * taker.n for taker in takers))
         return Widened(layer.source, added, takers=takers, position=layer.k)
 
@@ -283,6 +294,21 @@ def _widened_gather(model: GraphModel, layer: Linear, added: int) -> Widened | N
     return None
 
 
+def _widened_concat(model: GraphModel, takers: tuple[Linear, ...], added: int) -> Widened | None:
+    """Widen the narrowest part of the Concat that makes the source of layers and that nothing else reads."""
+    source = takers[0].source
+    concat = made_by(source, "Concat")
+    if concat is None or not is_along_last(concat, source) or model.is_output(source):
+        return None
+    widths = {at: static_dim(part, -1) for at, part in enumerate(concat.inputs)}
+    computed = {at: width or 0 for at, width in widths.items() if not is_constant(concat.inputs[at])}
+    if len(consumers(source)) != len(takers) or None in widths.values() or not computed:
+        return None
+    at = min(computed, key=computed.__getitem__)
+    position = sum(width or 0 for width in list(widths.values())[: at + 1])
+    return Widened(source, added, part=(concat, at), between=(source,), takers=takers, position=position)
+
+
 def _is_column_gather(tensor: Tensor) -> bool:
     node = made_by(tensor, "Gather")
     if node is None or is_constant(node.inputs[0]) or not is_constant(node.inputs[1]):
@@ -331,13 +357,13 @@ def _pad_weight(model: GraphModel, layer: Linear, added: int, axis: int, positio
     layer.node.inputs[1] = model.constant(name, np.concatenate([head, zeros, tail], axis=stored))
 
 
-def _padded(model: GraphModel, match: Widened) -> Tensor:
-    rank = len(shape_of(match.tensor))
+def _padded(model: GraphModel, match: Widened, tensor: Tensor) -> Tensor:
+    rank = len(shape_of(tensor))
     ends = np.zeros(2 * rank, np.int64)
     ends[-1] = match.added
     name = f"{match.takers[0].node.name}/pad"
-    wide = model.add("Pad", [match.tensor, model.constant(f"{name}.ends", ends)], name)
-    wide.shape = widened_shape(match.tensor, match.added)
+    wide = model.add("Pad", [tensor, model.constant(f"{name}.ends", ends)], name)
+    wide.shape = widened_shape(tensor, match.added)
     return wide
 
 

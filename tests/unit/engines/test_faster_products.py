@@ -75,6 +75,33 @@ def test_a_product_with_one_row_of_weights_is_slower_in_int8_and_a_wide_chain_is
     assert {file.name for file in path.parent.iterdir()} == {"m.onnx"}
 
 
+def test_units_of_one_structure_are_raced_once(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    proto, path = model
+    twins = onnx.parser.parse_graph(
+        "g (float[b,1] t) => (float[b,16] v, float[b,16] k) { "
+        "qo = QuantizeLinear(t, s, zero) do = DequantizeLinear(qo, s, zero) "
+        "w4 = DequantizeLinear<axis = 1>(q4, s3, z3) [twin] v = MatMul(do, w4) "
+        "qk = QuantizeLinear(t, s, zero) dk = DequantizeLinear(qk, s, zero) "
+        "w5 = DequantizeLinear<axis = 1>(q4, s4, z4) [other] k = MatMul(dk, w5) }"
+    )
+    proto.graph.node.extend(twins.node)
+    proto.graph.output.extend(twins.output)
+    values = {"q4": np.ones(SHAPES["3"], np.int8), "s4": np.array(SCALE), "z4": np.array(0, np.int8)}
+    proto.graph.initializer.extend(numpy_helper.from_array(v, k) for k, v in values.items())
+    onnx.save(proto, path)
+    raced, open_model = [], OnnxSession.in_memory
+
+    def counted(model: onnx.ModelProto, *rest: Any) -> OnnxSession:
+        raced.append(next(node.name for node in reversed(model.graph.node) if node.name))
+        return open_model(model, *rest)
+
+    monkeypatch.setattr(OnnxSession, "in_memory", counted)
+    slower = FasterProducts(proto, path).slower(inputs(16), (16,))
+    assert slower.get("twin") == slower.get("thin")
+    # In INT8 and in FP32. One scale for all channels is another structure.
+    assert raced.count("thin") + raced.count("twin") == raced.count("other") == 2
+
+
 @pytest.mark.parametrize("products", [("thin",), ("next",), ("wide",), ("wide", "next", "thin")])
 def test_what_is_written_in_fp32_has_no_rounded_activation(model: Model, products: tuple[str, ...]) -> None:
     proto, path = model

@@ -88,6 +88,22 @@ def test_there_is_no_curve_without_labels_and_none_where_nobody_asks():
     assert (plain.calibration, plain.drift) == ((), {})
 
 
+@pytest.mark.parametrize("drop", [None, 0.01])
+def test_without_metrics_the_verdict_is_the_same(drop):
+    z, z_prime, y = sample()
+    given = ({"ctr": z}, {"ctr": z_prime}, {"clicked": y}, (replace(LOGIT, max_auc_drop=drop),))
+    (whole,), (alone,) = evaluate_outputs(*given), evaluate_outputs(*given, Units(metrics=False))
+    assert alone.difference.judged == whole.difference.judged and alone.difference.kl == whole.difference.kl
+    assert (alone.budget_status, alone.because, alone.guards) == (
+        whole.budget_status,
+        whole.because,
+        whole.guards,
+    )
+    is_guarded = drop is not None
+    assert (alone.difference.delta_auc == whole.difference.delta_auc) is is_guarded
+    assert (alone.metrics == whole.metrics) is is_guarded
+
+
 def test_probability_output_is_judged_as_its_logit_and_clipped():
     z, z_prime, y = sample(500)
     spec = OutputSpec("p", OutputKind.PROBABILITY, "clicked", clip=1e-5)

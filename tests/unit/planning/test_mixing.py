@@ -114,6 +114,21 @@ def test_the_faster_format_inside_the_share_is_taken(model, spread, of_fc4):
     assert "10 µs in bf16 and 6 in int8 at batch 8" in fast.plan("int8-fast").decision("fc0").reason
 
 
+def test_with_kernel_times_a_mixed_plan_has_the_sites_that_save_time(model):
+    """No ladder: a site on it would run in eight bits whether that pays or not."""
+    parts = {"fc0": (0.3, 0.01), "fc1": (0.3, 0.01), "fc3": (0.1, 0.9), "fc4": (0.1, 0.9)}
+    climbs = Climbs({"mixed": Climb(1, ("fc0", "fc1"), 0.95, 0.9, ())})
+    profile = measured(model, parts)
+    for of_int8, sites in ((6.0, ("fc0", "fc1", "fc3", "fc4")), (9.8, None)):
+        times = (timings({32: (5.0, of_int8)}),)
+        plans = plans_of(model, profile, devices=times, safe=climbs)
+        assert next((p.quantized_sites for p in plans.plans if p.id == "mixed"), None) == sites
+        assert ("plan mixed is left out: it would have sites in FP8 alone" in plans.notes) == (sites is None)
+        planner = Planner(model, profile, (CTR,), RECIPES, PlanOptions(devices=times), "mixed")
+        assert not planner.is_climbed
+    assert Planner(model, profile, (CTR,), RECIPES, PlanOptions(), "mixed").is_climbed
+
+
 def test_what_the_search_proposes_beside_a_mixed_plan_keeps_its_formats(model):
     parts = {"fc0": (0.3, 0.01), "fc1": (0.3, 0.01), "fc3": (0.2, 0.9), "fc4": (0.1, 0.02)}
     options = PlanOptions(devices=(timings({32: (5.0, 6.0)}),), confidence=0.95)

@@ -125,6 +125,15 @@ def test_more_loads_are_for_those_between_which_the_first_leave_the_choice_open(
     }
     assert contenders(small, 0.01, 0.03) == ("b", "c")
     assert contenders(small, 0.01, 0.06) == contenders(small, 0.01) == ()
+    # An engine that is slower than the main one at a size gets no route there, told apart or not.
+    noisy = {
+        "a": (latency(1, [40.0, 40.4, 39.6]), latency(2, [43.0, 48.0, 42.0])),
+        "b": (latency(1, [20.0, 20.2, 19.8]), latency(2, [40.0, 38.5, 41.5])),
+    }
+    speeds = rivals({name: Speed({item.batch: item for item in items}) for name, items in noisy.items()})
+    assert speeds["a"].is_slower(speeds["b"], 0.01)
+    assert not speeds["a"].at(2).is_slower(speeds["b"].at(2), 0.01)
+    assert contenders(noisy, 0.01, 0.03) == ()
 
 
 def test_an_engine_that_is_surely_slower_than_any_is_not_alike() -> None:

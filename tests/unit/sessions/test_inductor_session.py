@@ -23,7 +23,7 @@ from inductor_programs import (
     torch,
 )
 
-from loka_onnx.engines.inductor.executors import GraphExecutor, HostExecutor, Placement
+from loka_onnx.engines.inductor.executors import JOINED, GraphExecutor, HostExecutor, Placement, fit_int32
 from loka_onnx.engines.inductor.gpu import Captured, Gpu
 from loka_onnx.engines.inductor.package import (
     InductorEngine,
@@ -395,3 +395,13 @@ def test_cuda_graphs_on_a_gpu() -> None:
                     session.run(request(rows))["out"], expected(request(rows)), rtol=1e-6
                 )
         assert program.rows == []
+
+
+@pytest.mark.parametrize("rows", [8, JOINED + 1])
+@pytest.mark.parametrize(
+    ("value", "fits"), [(2**31 - 1, True), (-(2**31), True), (2**31, False), (-(2**31) - 1, False)]
+)
+def test_every_column_is_looked_through_for_ids_that_int32_lacks(rows: int, value: int, fits: bool) -> None:
+    columns = [np.zeros(rows, np.int64) for _ in range(3)]
+    columns[1][rows - 1] = value
+    assert fit_int32(columns) is fits

@@ -124,6 +124,12 @@ PADDED: dict[str, Case] = {
         {"wa": (61, 16), "ba": (16,), "positions": np.arange(21)},
         "float[batch,32] x, float[batch,8] z",
     ),
+    "a_part_of_a_concat_for_two_layers": Case(
+        "c = Concat<axis=-1>(x, z, x) [a] ya = Gemm(c, wa) [b] yb = Gemm<transB=1>(c, wb, bb)"
+        " y = Mul(ya, yb)",
+        {"wa": (69, 16), "wb": (16, 69), "bb": (16,)},
+        "float[batch,32] x, float[batch,5] z",
+    ),
     "a_pad_for_two_layers": Case(
         "[a] ya = MatMul(x, wa) [b] yb = MatMul(x, wb) y0 = Mul(ya, yb) y = Mul(y0, x1)",
         {"wa": (21, 32), "wb": (21, 32)},

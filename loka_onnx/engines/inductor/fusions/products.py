@@ -56,7 +56,8 @@ from loka_onnx.engines.inductor.fusions.base import (
 from loka_onnx.engines.inductor.fusions.planned import Node, PlannedGraph, Tensor
 
 MULTIPLE = 16
-"""Required divisor of K and N of our kernel (`kernels.triton_product`) and of cuBLASLt's FP8 products."""
+"""Rows of factors of our kernel (`kernels.triton_product`) are multiples of so many bytes; also the divisor
+of K and N of cuBLASLt's FP8 products."""
 MOST_JOINED = 8
 """Most tensors that Inductor computes in the kernel of their concatenation (`max_pointwise_cat_inputs`)."""
 _LAYOUT = frozenset({"Reshape", "Unsqueeze", "Squeeze", "Flatten", "Identity"})
@@ -100,7 +101,8 @@ def _is_half(node: Node) -> bool:
     if activation.is_constant or not weight.is_constant or len(weight.shape or ()) != 2:
         return False
     sizes = [length or 1 for length in weight.shape or ()]
-    return activation.kind == weight.kind and weight.kind in HALVES and not any(n % MULTIPLE for n in sizes)
+    is_whole = not any(2 * length % MULTIPLE for length in sizes)
+    return activation.kind == weight.kind and weight.kind in HALVES and is_whole
 
 
 def quantized_product(graph: PlannedGraph, node: Node) -> Fused | None:

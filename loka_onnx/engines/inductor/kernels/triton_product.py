@@ -49,13 +49,14 @@ def to_eight_bits(value, inverse_scale, kind: tl.constexpr):  # type: ignore[no-
 @triton.jit  # type: ignore[untyped-decorator]
 def _loka_product_kernel(  # type: ignore[no-untyped-def]
     a_ptr, b_ptr, scale_ptr, bias_ptr, x0_ptr, x_ptr, wide_ptr, narrow_ptr, parts_ptr,
-    M, N16, K16, inverse_scale, slope,
+    M, N_UNITS, K_UNITS, inverse_scale, slope,
+    UNIT: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr, SPLIT: tl.constexpr,
     SCALED: tl.constexpr, BIAS: tl.constexpr, RELU: tl.constexpr, CROSS: tl.constexpr, FIRST: tl.constexpr,
     WIDE: tl.constexpr, NARROW: tl.constexpr, WHOLE_K: tl.constexpr, IMPRECISE: tl.constexpr,
 ):  # fmt: skip
-    # Counts of 16, so that the compiler knows that rows start at multiples of 16 bytes.
-    N, K = N16 * 16, K16 * 16
+    # Counts of 16 bytes of a factor, so that the compiler knows that rows start at multiples of them.
+    N, K = N_UNITS * UNIT, K_UNITS * UNIT
     program = tl.program_id(0)
     rows, columns = tl.cdiv(M, BM), tl.cdiv(N, BN)
     group = program // (GROUP_M * columns)
@@ -129,13 +130,14 @@ def _finish(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _add_up_kernel(  # type: ignore[no-untyped-def]
-    parts_ptr, scale_ptr, bias_ptr, x0_ptr, x_ptr, wide_ptr, narrow_ptr, M, N16, inverse_scale, slope,
+    parts_ptr, scale_ptr, bias_ptr, x0_ptr, x_ptr, wide_ptr, narrow_ptr, M, N_UNITS, inverse_scale, slope,
+    UNIT: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, SPLIT: tl.constexpr,
     SCALED: tl.constexpr, BIAS: tl.constexpr, RELU: tl.constexpr, CROSS: tl.constexpr, FIRST: tl.constexpr,
     WIDE: tl.constexpr, NARROW: tl.constexpr,
 ):  # fmt: skip
     """Add the sums of the parts of K and apply the epilogue."""
-    N = N16 * 16
+    N = N_UNITS * UNIT
     m = tl.program_id(0) * BM + tl.arange(0, BM)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
     stored = (m[:, None] < M) & (n[None, :] < N)
@@ -169,7 +171,8 @@ def product(
     """Multiply and apply the epilogue.
 
     a (M, K) and b (N, K), the transposed weight, are contiguous, in E4M3FN, INT8, BF16 or FP16; K and N are
-    multiples of 16. `scale` (N,), in FP32, is that of a times those of the weight's columns, None for factors
+    multiples of 16, of 8 in the last two.
+    `scale` (N,), in FP32, is that of a times those of the weight's columns, None for factors
     that are not quantized. `bias` is (N,); x0 and x of a cross layer are (M, N), and x is None where it is
     x0. `tile` is `Tile.numbers`.
 
@@ -193,17 +196,25 @@ def product(
         "WIDE": high is not None,
         "NARROW": low is not None,
     }
-    n16, k16 = n // MULTIPLE, k // MULTIPLE
-    tiles = {"BM": bm, "BN": bn, "BK": bk, "GROUP_M": GROUP, "SPLIT": split, "WHOLE_K": k % bk == 0}
+    unit = MULTIPLE // a.element_size()
+    tiles = {
+        "UNIT": unit,
+        "BM": bm,
+        "BN": bn,
+        "BK": bk,
+        "GROUP_M": GROUP,
+        "SPLIT": split,
+        "WHOLE_K": k % bk == 0,
+    }
     # None is Triton's default: on Hopper, the whole sum in the tensor core's precision.
     imprecise = bk if exact and a.dtype == torch.float8_e4m3fn else None
     wrap_triton(_loka_product_kernel)[(triton.cdiv(m, bm) * triton.cdiv(n, bn), split)](
-        a, b, *read, a if parts is None else parts, m, n16, k16, inverse_scale, slope, **tiles, **follows,
-        IMPRECISE=imprecise, num_stages=stages, num_warps=warps,
+        a, b, *read, a if parts is None else parts, m, n // unit, k // unit, inverse_scale, slope,
+        **tiles, **follows, IMPRECISE=imprecise, num_stages=stages, num_warps=warps,
     )  # fmt: skip
     if parts is not None:
-        tiles = {"BM": SUM_ROWS, "BN": SUM_COLUMNS, "SPLIT": split}
+        tiles = {"UNIT": unit, "BM": SUM_ROWS, "BN": SUM_COLUMNS, "SPLIT": split}
         wrap_triton(_add_up_kernel)[(triton.cdiv(m, SUM_ROWS), triton.cdiv(n, SUM_COLUMNS))](
-            parts, *read, m, n16, inverse_scale, slope, **tiles, **follows, num_warps=4
+            parts, *read, m, n // unit, inverse_scale, slope, **tiles, **follows, num_warps=4
         )
     return [made for made in (high, low) if made is not None]

@@ -318,7 +318,7 @@ class TiledProduct(ProductStrategy):
 
     def multiply(self, product: Factors, epilogue: Epilogue | None = None) -> Multiplied:
         """Compute a product with an epilogue by the kernel if its sizes allow; any other by the library."""
-        is_multiple = not any(length % MULTIPLE for length in product.b.shape)
+        is_multiple = not any(length * product.b.element_size() % MULTIPLE for length in product.b.shape)
         if epilogue is None or not product.a.is_cuda or not is_multiple or product.may_overflow:
             return ScaledMatMul().multiply(product, epilogue)
         from loka_onnx.engines.inductor.kernels import triton_product as kernel

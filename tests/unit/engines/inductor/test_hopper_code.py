@@ -42,10 +42,12 @@ def compiled(kernel: Any, constants: dict[str, Any], **options: Any) -> Any:
     return triton.compile(ASTSource(kernel, signature, values, aligned), target=target, options=options)
 
 
-def product(tile: Tile, **how: Any) -> Any:
-    sizes = {"BM": tile.rows, "BN": tile.columns, "BK": tile.depth, "SPLIT": tile.split}
+def product(tile: Tile, *, unit: int = 16, is_whole: bool = True, **how: Any) -> Any:
+    sizes = {"UNIT": unit, "BM": tile.rows, "BN": tile.columns, "BK": tile.depth, "SPLIT": tile.split}
     exact = {"IMPRECISE": tile.depth if tile.is_exact else None}
-    constants: dict[str, Any] = FOLLOWS | sizes | exact | {"GROUP_M": triton_product.GROUP, "WHOLE_K": True}
+    constants: dict[str, Any] = (
+        FOLLOWS | sizes | exact | {"GROUP_M": triton_product.GROUP, "WHOLE_K": is_whole}
+    )
     options = {"num_stages": tile.stages, "num_warps": tile.warps} | how
     return compiled(triton_product._loka_product_kernel, constants, **options)
 
@@ -68,6 +70,15 @@ def test_a_tile_multiplies_int8_on_tensor_cores(tile: Tile) -> None:
     assert on_ampere.metadata.shared <= AMPERE_SHARED_BYTES
 
 
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_factors_in_bf16_are_read_in_pieces_of_16_bytes(is_whole: bool) -> None:
+    """K and N are multiples of 8 then; a mask for the end of K must not break the pieces up."""
+    kinds = dict.fromkeys(("a_ptr", "b_ptr"), "*bf16")
+    made = product(TILES[0], unit=8, is_whole=is_whole, kinds=kinds)
+    assert "bf16.bf16" in made.asm["ptx"]
+    assert {*re.findall(r"cp\.async\.\S+ \[.*?\], \[.*?\], (0x\w+)", made.asm["ptx"])} == {"0x10"}
+
+
 @pytest.mark.parametrize("tile", (TILES[0], SPLIT_TILES[1]), ids=str)
 def test_exact_tiles_add_in_fp32_once_a_step(tile: Tile) -> None:
     """What follows a sum adds as well: with a bias, a number of the result at least."""
@@ -78,7 +89,12 @@ def test_exact_tiles_add_in_fp32_once_a_step(tile: Tile) -> None:
 
 @pytest.mark.parametrize("kinds", [{}, INTEGERS], ids=["fp8", "int8"])
 def test_parts_are_added_up(kinds: dict[str, str]) -> None:
-    constants = FOLLOWS | {"BM": triton_product.SUM_ROWS, "BN": triton_product.SUM_COLUMNS, "SPLIT": 4}
+    constants = FOLLOWS | {
+        "UNIT": 16,
+        "BM": triton_product.SUM_ROWS,
+        "BN": triton_product.SUM_COLUMNS,
+        "SPLIT": 4,
+    }
     made = compiled(triton_product._add_up_kernel, constants, kinds=kinds, num_warps=4)
     # Four numbers of a part at once.
     assert made.asm["ptx"].count("ld.global.v4") >= 4

@@ -124,8 +124,9 @@ def test_a_product_in_bf16_takes_along_what_follows(behind, transposed, tmp_path
 
 
 def test_where_a_product_ends(tmp_path):
-    # Multiples of 16.
-    assert fused(half("relu", width=13), tmp_path)[1].fused == {}
+    # Multiples of 8.
+    for width, sites in ((13, []), (12, []), (24, [("fc",)])):
+        assert sites_of(fused(half("relu", width=width), tmp_path)[1], "half-product") == sites
     # What it reads leaves the graph as well: the product ends there.
     graph, report = fused(product(behind="relu").then("before = Identity(g)", "wide", "before"), tmp_path)
     assert sites_of(report, "quantized-product") == [("fc",)]

@@ -246,6 +246,7 @@ EXPECTED: dict[str, tuple[str, dict[str, tuple[int, int]]]] = {
     "one_more_part_of_a_split": ("MatMul Split Mul", {"a": (32, 48)}),
     "a_gather_repeats_a_position": ("Gather Gemm", {"a": (32, 16)}),
     "a_gather_inside_a_concat": ("Gather Concat Gemm", {"a": (64, 16)}),
+    "a_part_of_a_concat_for_two_layers": ("Concat Gemm Gemm Mul Pad", {"a": (80, 16), "b": (80, 16)}),
     "a_pad_for_two_layers": ("Pad MatMul MatMul Mul Mul", {"a": (32, 32), "b": (32, 32)}),
     "a_slice_in_front_of_a_norm": ("Gemm Slice LayerNormalization", {"a": (32, 32), "n": (20, 0)}),
     "a_slice_of_an_output": ("MatMul Add Slice", {"a": (32, 32)}),
@@ -284,6 +285,12 @@ PAD_LEFT_ALONE = {
         40,
         "N = 40: BF16 runs at full speed on multiples of 8, and FP8 is out for a site of K = 8; "
         "K = 8 is under 16",
+    ),
+    "a_concat_that_is_read_elsewhere": Case(
+        "c = Concat<axis=1>(x, z) [a] ya = MatMul(c, wa) m = ReduceMean(c, axes) y = Add(ya, m)",
+        {"wa": (37, 16), "axes": [-1]},
+        f"{WIDE}, float[batch,5] z",
+        why={"a": f"K = 37 {COPY.format('it gains', 131072)} 592"},
     ),
     "a_weight_on_the_left": Case(
         "[a] y = MatMul(wa, x)",
