@@ -230,6 +230,6 @@ class BatchConfig(Strict):
                     f"the serving batch {size} is outside of the range that engines are built for",
                     at=("serve", index),
                     evidence=f"min is {self.min}, max is {self.max}",
-                    remedy="remove it, or widen `batch.min` and `batch.max`",
+                    remedy="write `batch.serve` without it, or widen `batch.min` and `batch.max`",
                 )
         return self

@@ -34,6 +34,9 @@ LARGE_SHARE = 0.1
 AUC_WARNING = 1e-4
 """Decrease of AUC, .01 points, that is warned of where the whole interval lies beyond it."""
 
+SMALL_KL = 0.01
+"""Share of the budget below which nothing hangs on the tail of KL: it may be rounding noise of FP32."""
+
 
 @dataclass(frozen=True)
 class BudgetVerdict:
@@ -54,7 +57,9 @@ def judge(spec: OutputSpec, difference: PairedDifference, basis: Basis) -> Budge
             measured = difference.guarded(name)
             held = BudgetStatus.UNDECIDED if measured is None else budget_status(measured, limit)
             guards.append(Guard(name, limit, held))
-    remarks = [*_guard_remarks(guards, difference), *_basis_remarks(difference.judged.rows, basis)]
+    is_small = difference.kl.upper < SMALL_KL * spec.budget
+    basis_remarks = _basis_remarks(difference.judged.rows, basis, is_small=is_small)
+    remarks = [*_guard_remarks(guards, difference), *basis_remarks]
     missed = tuple(guard for guard in guards if guard.status != BudgetStatus.WITHIN)
     if basis.units < LEAST_UNITS:
         because = (Because.FEW_UNITS, *(guard.name for guard in missed))
@@ -96,7 +101,7 @@ def _guard_remarks(guards: Sequence[Guard], difference: PairedDifference) -> Ite
         yield f"AUC falls by {100 * drop.value:.3f} points [{100 * drop.lower:.3f}, {100 * drop.upper:.3f}]"
 
 
-def _basis_remarks(rows: int, basis: Basis) -> Iterator[str]:
+def _basis_remarks(rows: int, basis: Basis, *, is_small: bool) -> Iterator[str]:
     unit = "groups" if basis.is_grouped else "rows"
     if few := too_few(rows, basis.units, is_grouped=basis.is_grouped):
         yield few
@@ -107,7 +112,7 @@ def _basis_remarks(rows: int, basis: Basis) -> Iterator[str]:
             f"{basis.largest} has {100 * basis.largest_share:.0f} % of the rows: intervals over groups are "
             f"unreliable where one has more than {100 * LARGE_SHARE:.0f} %"
         )
-    if basis.is_heavy:
+    if basis.is_heavy and not is_small:
         index = "" if basis.tail_index is None else f"tail index {basis.tail_index:.1f}, "
         yield (
             f"1 % of the rows hold {100 * basis.top_share:.0f} % of KL ({index}skewness "

@@ -78,6 +78,6 @@ def _check_batch(model: GraphModel, source: Path) -> None:
         if not tensor.shape or isinstance(tensor.shape[0], int):
             raise ModelError(
                 f"E0408 input '{tensor.name}' of '{source}' has no dynamic batch",
-                evidence=f"its shape is {list(tensor.shape or ())}",
+                evidence="it has no shape" if tensor.shape is None else f"its shape is {list(tensor.shape)}",
                 remedy="export the model with a dynamic first dimension",
             )

@@ -73,7 +73,7 @@ def open_inputs(path: Path) -> tuple[TensorSpec, ...]:
         TensorSpec(value.name, np.dtype(tensor_dtype_to_np_dtype(kind.elem_type)).name, (None, None))
         for value in proto.graph.input
         if len(dims := (kind := value.type.tensor_type).shape.dim) == 2
-        and not dims[1].HasField("dim_value")
+        and not any(dim.HasField("dim_value") for dim in dims)
         and value.name not in constants
     )
 
@@ -191,7 +191,7 @@ def _check_operators(proto: onnx.ModelProto, path: Path) -> None:
         if node.domain not in STANDARD_DOMAINS or not onnx.defs.has(node.op_type, node.domain):
             raise ModelError(
                 f"E0305 '{path}' uses the custom operator '{node.domain or 'ai.onnx'}::{node.op_type}'",
-                where=f"node '{node.name}'",
+                where=f"node '{node.name or node.output[0]}'",
                 evidence="no standard operator set defines it, so its FP8 error cannot be measured",
                 remedy="export it as standard operators, or cut it off in front of the model",
             )

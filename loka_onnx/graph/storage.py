@@ -59,6 +59,14 @@ def read_proto(path: Path) -> onnx.ModelProto:
     return model
 
 
+def _open_negative(graph: onnx.GraphProto) -> None:
+    """Make axes of a negative size dynamic, as ONNX Runtime does: some converters write -1 for None."""
+    for value in (*graph.input, *graph.output, *graph.value_info):
+        for dim in value.type.tensor_type.shape.dim:
+            if dim.dim_value < 0:
+                dim.ClearField("dim_value")
+
+
 def parse_proto(path: Path) -> onnx.ModelProto:
     """Parse a model file without its external data; ModelError if missing, truncated or no ONNX model."""
     try:
@@ -67,6 +75,7 @@ def parse_proto(path: Path) -> onnx.ModelProto:
         model = onnx.load(os.fspath(path), load_external_data=False)
         if not model.graph.node:
             raise ValueError("a graph without nodes")
+        _open_negative(model.graph)
     except OSError as error:
         raise ModelError(f"E0311 cannot read the model '{path}'", evidence=str(error)) from error
     except Exception as error:

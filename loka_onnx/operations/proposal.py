@@ -349,8 +349,10 @@ def _outputs(
     named = [c for c in able if _LABELS.match(_letters(c.name))]
     binary = [c for c in able if c.is_binary and c not in named]
     left = [columns[name] for name in labels] or sorted(named, key=lambda c: not c.is_binary) + binary
-    outputs = [tensor for tensor in graph.outputs if tensor_spec(tensor).dtype.startswith("float")]
-    for index, tensor in enumerate(outputs):
+    floats = [tensor for tensor in graph.outputs if tensor_spec(tensor).dtype.startswith("float")]
+    # An embedding beside a score is not judged.
+    single = [each for each in floats if {*tensor_spec(each).shape[1:]} <= {1, None}]
+    for index, tensor in enumerate(single or floats):
         label = next((c for c in left if not labels and _letters(c.name) in _letters(tensor.name)), None)
         label = label or (left[0] if left else None)
         left = [c for c in left if c is not label]

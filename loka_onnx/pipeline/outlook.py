@@ -16,6 +16,8 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import numpy as np
+
 from loka_onnx.calibration.effects.switchable import Switch, write_switchable
 from loka_onnx.calibration.passes.executors import LocalExecutor
 from loka_onnx.calibration.passes.probe import PassOptions, Probe, scales_of
@@ -61,7 +63,7 @@ COPIES, TABLES = 35, 4
 class Trial:
     """The exported model and its form in low precision on `rows` rows: seconds of a row in each and, of the
     exported one, in a request of the largest size that is timed; how many times as long as on an idle host
-    work takes; and by output the half width of the interval of its loss.
+    work takes; by output the half width of the interval of its loss; and outputs that move unjudged.
     """
 
     rows: int
@@ -70,6 +72,7 @@ class Trial:
     large_seconds: float
     busy: float
     half_widths: dict[str, float]
+    unjudged: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -102,7 +105,7 @@ def look_ahead(context: Context) -> Outlook:
         return Outlook(advice=(*_budgets(context), *_room(context)))
     blocked = {b.name: b.build_blocker(a) for _, b, a in buildable(context.config) if b.name != "onnxruntime"}
     unknown = tuple(name for name, blocker in blocked.items() if not blocker)
-    advice = (*_budgets(context), *_rows(context, trial), *_room(context, unknown))
+    advice = (*_budgets(context), *_rows(context, trial), *_unjudged(trial), *_room(context, unknown))
     return Outlook(_seconds(context, trial), unknown, advice)
 
 
@@ -133,7 +136,11 @@ def _tried(context: Context) -> Trial:
     judged = evaluate_outputs(known.outputs, moved.outputs, known.columns, specs, units)
     halves = {o.output: (d.judged.upper - d.judged.lower) / 2 for o in judged if (d := o.difference)}
     busy = max(1.0, (time.perf_counter() - began) / (time.process_time() - used))
-    return Trial(split.rows, exact_seconds, low_seconds, large_seconds, busy, halves)
+    inputs = next(iter(split.batches())).inputs
+    before, after = exact(inputs), low(inputs)
+    others = sorted(before.keys() - known.outputs.keys())
+    free = tuple(name for name in others if not np.array_equal(before[name], after[name]))
+    return Trial(split.rows, exact_seconds, low_seconds, large_seconds, busy, halves, free)
 
 
 def _timed(context: Context, split: Split, run: Run) -> tuple[Predictions, float]:
@@ -187,8 +194,14 @@ def _rows(context: Context, trial: Trial) -> Iterator[str]:
             yield (
                 f"output '{spec.name}': with {rows:,} certification rows and every product in low precision, "
                 f"the bound cannot come under about {float(f'{width:.1g}'):.2%}, and the budget is "
-                f"{spec.budget:.3%}: give about {float(f'{needed:.1g}'):,.0f} rows, or fewer products will be"
+                f"{spec.budget:.3%}: give about {float(f'{needed:.1g}'):,.0f} rows, or fewer products can be"
             )
+
+
+def _unjudged(trial: Trial) -> Iterator[str]:
+    if trial.unjudged:
+        names = ", ".join(f"'{name}'" for name in trial.unjudged)
+        yield f"low precision changes {names}, not under `outputs`: no budget bounds by how much"
 
 
 def _budgets(context: Context) -> Iterator[str]:

@@ -324,6 +324,22 @@ def test_doctor_tells_what_to_expect_and_leaves_nothing(place: Workplace, comman
     assert "about" in command("doctor", place.run_file).out
 
 
+def test_outputs_that_low_precision_changes_unjudged_are_named(place: Workplace, command: Command):
+    def expose(written: onnx.ModelProto) -> None:
+        hidden = next(each for each in written.graph.node if each.name.startswith("relu")).output[0]
+        copied = written.graph.input[0].name
+        for name, source in (("hidden", hidden), ("copied", copied)):
+            written.graph.node.append(h.make_node("Identity", [source], [name]))
+            kind = written.graph.input[0].type.tensor_type.elem_type if name == "copied" else T.FLOAT
+            written.graph.output.append(h.make_tensor_value_info(name, kind, None))
+
+    model(expose)(place)
+    told = json.loads(command("doctor", place.run_file, "--json").out)["outlook"]["advice"]
+    assert [("'hidden'" in each, "'copied'" in each) for each in told if "not under" in each] == [
+        (True, False)
+    ]
+
+
 @pytest.mark.slow
 def test_too_few_rows_for_a_budget_are_told(place: Workplace, command: Command):
     output(budget=0.00001)(place)

@@ -111,7 +111,7 @@ def test_the_line_is_that_of_the_entry_at_fault(run_file):
     assert refusal(run_file, old=batch, new=new) == (
         "DIR/ranker-fp8.yaml:17: the serving batch 8192 is outside of the range that engines are "
         "built for\n  evidence: min is 1, max is 4096\n"
-        "  remedy: remove it, or widen `batch.min` and `batch.max`"
+        "  remedy: write `batch.serve` without it, or widen `batch.min` and `batch.max`"
     )
 
 

@@ -184,6 +184,7 @@ def foreign(tmp_path, text: str):
     [
         ("g (float[8,4] x) => (float[8,4] y) { y = MatMul(x, w) }", "E0408 its shape is [8, 4]"),
         ("g (float x) => (float[4] y) { y = Mul(x, w) }", "E0408 its shape is []"),
+        ("g (float[] x) => (float[] y) { y = MatMul(x, w) }", "E0408 it has no shape"),
         ("g (float[b,4] x) => (float[b,4] y) { y = Mul(x, w) }", "E0406 none of its 1 nodes"),
         ("g (float[b,4] x) => (float[b,4] z) { z = MatMul(x, w) }", "E0407 its outputs are z"),
         ("g (float[b,5] x) => (float[b,4] y) { y = MatMul(x, w) }", "E0310 .*Incompatible dimensions"),

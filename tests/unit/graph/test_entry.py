@@ -184,6 +184,27 @@ def test_a_custom_operator_inside_a_branch_is_refused(write_model):
     refused(path, "E0305", "'acme::Relu'")
 
 
+def test_a_custom_operator_without_a_name_is_refused_by_its_output(write_model):
+    path = write_model(PRODUCT, {"w": (4, 3)})
+    model = onnx.load(path)
+    model.graph.node.add(op_type="FusedLookup", domain="acme", input=["x"], output=["looked_up"])
+    model.opset_import.append(onnx.helper.make_opsetid("acme", 1))
+    onnx.save(model, path)
+    refused(path, "E0305", "node 'looked_up'")
+
+
+def test_axes_of_minus_one_are_dynamic(write_model):
+    """As in ONNX Runtime; some converters write them for an axis without a size."""
+    path = write_model(RANKER, ranker_weights())
+    model = onnx.load(path)
+    for value in (*model.graph.input, *model.graph.output):
+        value.type.tensor_type.shape.dim[0].dim_value = -1
+    onnx.save(model, path)
+    assert [tensor.shape[0] for tensor in canonicalize(path).model.inputs] == [None, None]
+    feeds = {"x": randn(3, 8), "user": np.array([1, 0, 19])}
+    np.testing.assert_array_equal(*(run(each, **feeds) for each in (path, taken(path))))
+
+
 @pytest.mark.parametrize("keep", [0, 1, 40, 0.5, 0.99])
 def test_a_truncated_file_is_refused(keep, write_model):
     path = write_model(PRODUCT, {"w": (40, 30)})

@@ -153,6 +153,18 @@ def test_the_kind_is_read_from_the_graph_and_the_label(
     assert "outputs[0].kind" in proposal.notes
 
 
+def test_an_embedding_beside_a_score_is_not_proposed(tmp_path: Path) -> None:
+    text = """
+        <ir_version: 10, opset_import: ["" : 21]>
+        g (float[n, 2] x) => (float[n, 3] user_vector, float[n] score)
+        <float[2, 3] w = {1, 2, 3, 4, 5, 6}, int64[1] one = {1}> {
+            user_vector = MatMul(x, w)  sum = ReduceSum<keepdims=0>(user_vector, one)  score = Sigmoid(sum)
+        }"""
+    onnx.save(onnx.parser.parse_model(text), tmp_path / "ranker.onnx")
+    proposal = propose(tmp_path / "ranker.onnx", write_rows(tmp_path / "rows.parquet"), home=tmp_path)
+    assert [output["name"] for output in proposal.document["outputs"]] == ["score"]
+
+
 def test_rows_in_the_order_of_time_are_split_by_order_and_others_by_the_group(tmp_path: Path) -> None:
     assert proposed(tmp_path).document["data"]["split"]["by"] == "hash"
     data = proposed(tmp_path, timestamp=np.arange(ROWS)).document["data"]
