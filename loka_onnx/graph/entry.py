@@ -31,7 +31,7 @@ from loka_onnx.graph.model import GraphModel, is_constant, values_of
 from loka_onnx.graph.naming import module_path, name_sites
 from loka_onnx.graph.parts import Typed, is_no_constant
 from loka_onnx.graph.sites import NORM_OPS, PRODUCT_OPS
-from loka_onnx.graph.soundness import check_message, check_sound, parsing
+from loka_onnx.graph.soundness import STANDARD_DOMAINS, check_message, check_sound, opset_of, parsing
 from loka_onnx.graph.storage import (
     all_attributes,
     all_initializers,
@@ -49,7 +49,6 @@ OLDEST_OPSET = 11
 norms."""
 GROUP_SCALES_END = 21
 """Operator set from which GroupNormalization has a scale for each channel; before, for each group."""
-STANDARD_DOMAINS = frozenset({"", "ai.onnx"})
 _PRODUCTS = ("QLinearMatMul", "QLinearConv", "MatMulInteger", "ConvInteger")
 QUANTIZING = frozenset({"QuantizeLinear", "DynamicQuantizeLinear", *_PRODUCTS})
 """Operators that round activations. A DequantizeLinear alone is a way to store weights."""
@@ -96,10 +95,10 @@ def canonicalize(path: Path, widths: Mapping[str, int] = MappingProxyType({})) -
     check_sound(proto, path)
     _name_nodes(proto.graph)
     notes += _fix_widths(proto.graph, widths)
-    original = _opset(proto)
+    original = opset_of(proto)
     proto = _convert(proto, path)
-    if _opset(proto) != original:
-        notes.append(f"converted from opset {original} to {_opset(proto)}")
+    if opset_of(proto) != original:
+        notes.append(f"converted from opset {original} to {opset_of(proto)}")
     with parsing(path, "read as a graph"):
         notes += to_dense(proto)
         notes += to_float32(proto, path)
@@ -168,13 +167,8 @@ def _check_ends(model: GraphModel, path: Path) -> None:
             )
 
 
-def _opset(proto: onnx.ModelProto) -> int:
-    versions = [int(entry.version) for entry in proto.opset_import if entry.domain in STANDARD_DOMAINS]
-    return versions[0] if versions else 0
-
-
 def _check_operators(proto: onnx.ModelProto, path: Path) -> None:
-    version = _opset(proto)
+    version = opset_of(proto)
     if version < OLDEST_OPSET:
         raise ModelError(
             f"E0303 '{path}' uses opset {version}",
@@ -251,7 +245,7 @@ def _spread_group_scales(model: GraphModel, path: Path) -> int:
 
 def _convert(proto: onnx.ModelProto, path: Path) -> onnx.ModelProto:
     """Convert to opset 21 without the weights."""
-    if _opset(proto) >= OPSET:
+    if opset_of(proto) >= OPSET:
         return proto
     light = onnx.ModelProto()
     light.CopyFrom(proto)
@@ -259,7 +253,7 @@ def _convert(proto: onnx.ModelProto, path: Path) -> onnx.ModelProto:
     heavy = {t.name: t for t in proto.graph.initializer if uses_external_data(t) and t.name not in inputs}
     refill(light.graph.initializer, [t for t in light.graph.initializer if t.name not in heavy])
     light.graph.input.extend(map(info_of, heavy.values()))
-    with parsing(path, f"converted from opset {_opset(proto)} to {OPSET}"):
+    with parsing(path, f"converted from opset {opset_of(proto)} to {OPSET}"):
         converted = onnx.version_converter.convert_version(light, OPSET)
     refill(converted.graph.input, [i for i in converted.graph.input if i.name not in heavy])
     converted.graph.initializer.extend(heavy.values())

@@ -24,6 +24,14 @@ from loka_onnx.graph.storage import all_initializers, stored_bytes, with_subgrap
 from loka_onnx.sessions.model_files import messages, nested_nodes
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
 
+STANDARD_DOMAINS = frozenset({"", "ai.onnx"})
+
+
+def opset_of(proto: onnx.ModelProto) -> int:
+    """Return the version of the standard operator set; 0 without one."""
+    versions = [int(entry.version) for entry in proto.opset_import if entry.domain in STANDARD_DOMAINS]
+    return versions[0] if versions else 0
+
 
 @contextmanager
 def parsing(path: Path, step: str) -> Iterator[None]:
@@ -84,11 +92,16 @@ def check_sound(proto: onnx.ModelProto, path: Path) -> None:
             raise unsound(
                 path, "holds two tensors of one name", f"in graph '{graph.name}'", f"tensor '{twice[0]}'"
             )
+    opset = opset_of(proto)
     for node in nested_nodes(proto.graph.node):
         for name in (attribute.ref_attr_name for attribute in node.attribute if attribute.ref_attr_name):
             # ONNX Runtime ignores the reference and takes the value beside it; other libraries have none.
             evidence = f"it is to be the value of '{name}', which only a node in a function has"
             raise unsound(path, "has an attribute without a value", evidence, f"node '{node.name}'")
+        if missing := _missing_inputs(node, opset):
+            # onnx's checker does not see them, and ONNX Runtime may end the process.
+            where = f"node '{node.name or next(iter(node.output), '')}' ({node.op_type})"
+            raise unsound(path, "leaves out an input that is not optional", f"input {missing[0]}", where)
     light = without_weights(proto)
     try:
         onnx.checker.check_model(light)
@@ -101,6 +114,19 @@ def check_sound(proto: onnx.ModelProto, path: Path) -> None:
             said = f"{error}\nONNX Runtime: {refusal.evidence}"
             raise unsound(path, "is not a sound ONNX model", said) from error
     _check_conditions(light, path)
+
+
+def _missing_inputs(node: onnx.NodeProto, opset: int) -> list[int]:
+    """Return the numbers of inputs without a name that the standard does not call optional."""
+    if "" not in node.input or not onnx.defs.has(node.op_type, opset):
+        return []
+    formal = onnx.defs.get_schema(node.op_type, opset).inputs
+    optional = onnx.defs.OpSchema.FormalParameterOption.Optional
+    return [
+        at
+        for at, name in enumerate(node.input)
+        if not name and formal and formal[min(at, len(formal) - 1)].option != optional
+    ]
 
 
 def _check_conditions(model: onnx.ModelProto, path: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
 
 import numpy as np
 
@@ -29,6 +30,7 @@ from loka_onnx.pipeline.context import Context
 from loka_onnx.pipeline.directory import Stage
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
 from loka_onnx.transforms.precision.apply_plan import PlanForm, apply_plan
+from loka_onnx.transforms.precision.insert_qdq import check_decision
 
 FITTED_ROWS = 32_768
 """Calibration rows that constants are fitted to, at most: a mean is then known to .006 of its spread."""
@@ -118,6 +120,9 @@ class Correcting:
         found = {plan.id: _failed(plan, why) for plan in quantized if (why := self._why_hopeless(plan))}
         able = [plan for plan in quantized if plan.id not in found]
         if able:
+            for plan, site in product(able, self.model.sites):
+                if site.name in plan.quantized_sites:
+                    check_decision(site, plan.decision(site.name))
             means = self.context.path(SCRATCH) / "means.onnx"
             fit = fit_biases(self.model, able, self.context.specs, self.calibration, means)
             reference = self._reference()

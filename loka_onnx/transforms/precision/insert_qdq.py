@@ -36,16 +36,25 @@ def insert_qdq(model: GraphModel, sites: tuple[Site, ...], plan: PrecisionPlan) 
     return RewriteRecord("insert-qdq", applied, ())
 
 
-def _quantize_site(model: GraphModel, site: Site, decision: Decision, shared: _Shared) -> Applied:
+def check_decision(site: Site, decision: Decision) -> tuple[Recipe, Scaling, tuple[float, ...]]:
+    """Return recipe, activation scaling and weight scales of a quantized site, which may come from a file.
+
+    Raises TransformError if one is not there, or scales do not fit the weight.
+    """
     recipe, scaling, scales = decision.recipe, decision.activation_scaling, decision.weight_scale
     if recipe is None or scaling is None or not scales:
         raise _altered(
             site, f"the plan puts it in {decision.precision} and lacks its recipe, or scales of it"
         )
-    node = _described(model, site)
-    per_channel = recipe.weight is Granularity.PER_CHANNEL
-    if per_channel and site.weight and len(scales) not in {1, max(site.n, 1)}:
+    is_per_channel = recipe.weight is Granularity.PER_CHANNEL and site.weight is not None
+    if is_per_channel and len(scales) not in {1, max(site.n, 1)}:
         raise _altered(site, f"the plan has {len(scales)} scales for its {site.n} channels")
+    return recipe, scaling, scales
+
+
+def _quantize_site(model: GraphModel, site: Site, decision: Decision, shared: _Shared) -> Applied:
+    recipe, scaling, scales = check_decision(site, decision)
+    node = _described(model, site)
     reused = False
     for operand in site.operands:
         tensor = node.inputs[operand.index]

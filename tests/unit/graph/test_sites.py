@@ -242,6 +242,9 @@ UNSOUND: dict[str, Callable[[onnx.ModelProto], object]] = {
     "an input that nothing makes": lambda m: node(m, "MatMul").input.__setitem__(0, "nowhere"),
     "a product of one input": lambda m: node(m, "MatMul").input.pop(),
     "a product without inputs": lambda m: node(m, "MatMul").ClearField("input"),
+    "a factor that is left out": lambda m: m.graph.node.append(
+        helper.make_node("Einsum", ["x", ""], ["unused"], equation="bi,ij->bj")
+    ),
     "no outputs": lambda m: node(m, "MatMul").ClearField("output"),
     "a condition that is a vector": vector,
     "a branch without outputs": lambda m: node(m, "If").attribute[0].g.ClearField("output"),

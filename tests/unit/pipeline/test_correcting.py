@@ -29,7 +29,7 @@ def test_a_plan_far_beyond_the_budget_is_not_simulated(tmp_path, monkeypatch):
     directory: Any = SimpleNamespace(path=tmp_path)
     context = Context(config, directory, exported=cast(Any, None))
     context.__dict__["splits"] = SimpleNamespace(calibration=None, selection=None)
-    stage = Correcting(context, cast(Any, None))
+    stage = Correcting(context, cast(Any, SimpleNamespace(sites=())))
     monkeypatch.setattr(Correcting, "_reference", lambda self: None)
     fitted: list[str] = []
     monkeypatch.setattr(
