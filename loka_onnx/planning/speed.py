@@ -92,10 +92,11 @@ class Speed:
         return _per_row(self.latencies, batches) / _per_row(other.latencies, batches)
 
     def over(self, other: Speed) -> Interval | None:
-        """Return this engine's time divided by the other's, by medians at common batch sizes, with interval.
+        """Return this engine's time divided by the other's at common batch sizes, with interval.
 
-        `rows` counts loads; with fewer than 2 it is 0 and the width 0. None if the two were not timed in
-        turns. Raises KeyError if they have no batch size in common.
+        By the mean over loads, which a stalled one does not move; `rows` counts them. With fewer than 2 it is
+        0, the width 0 and the ratio that of medians. None if the two were not timed in turns. Raises KeyError
+        if they have no batch size in common.
         """
         batches = self._in_common(other)
         if _timed_in(self.latencies, batches) != _timed_in(other.latencies, batches):
@@ -114,11 +115,8 @@ class Speed:
         middle = fmean(a - b for a, b in zip(ours[:loads], theirs[:loads], strict=True))
         pairs = max(1, len(rivals) * (len(rivals) - 1) // 2)
         half = _margin(rivals, loads, risk / pairs / self.contests)
-        if half < _ROUNDING:
-            return Interval(ratio, ratio, ratio, 1.0 - risk, loads)
-        # The ratio of two medians may lie beside the mean over loads.
-        lower, upper = min(exp(middle - half), ratio), max(exp(middle + half), ratio)
-        return Interval(ratio, lower, upper, 1.0 - risk, loads)
+        half = half if half >= _ROUNDING else 0.0
+        return Interval(exp(middle), exp(middle - half), exp(middle + half), 1.0 - risk, loads)
 
     def is_slower(self, other: Speed, noise: float) -> bool:
         """True if this engine is surely slower, by more than `noise`; of engines timed apart their medians
