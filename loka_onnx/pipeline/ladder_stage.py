@@ -149,7 +149,7 @@ class Climbing:
         None where a mixed plan would have one format, which is left out, or is searched by kernel times.
         """
         planner = self._planner(kind)
-        start = planner.start_ladder() if planner.is_climbed else None
+        start = planner.start_ladder() if planner.has_ladder else None
         if start is None or (kind == MIXED and start.plan.kind != MIXED):
             return None
         return self._climbed(start, start.rungs, 0)

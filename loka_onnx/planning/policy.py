@@ -201,9 +201,12 @@ class Planner:
         self.bases = Bases(graph, profile.tensors, options.protect, named.nodes, self.forced)
 
     def plans(self, plan_id: str) -> Iterator[PrecisionPlan]:
-        """Yield the plans of that id: one, or a fast one for each device on which it saves time."""
+        """Yield the plans of that id: one, or of a fast one one for each device on which it saves time.
+
+        What is left out becomes a note.
+        """
         if plan_id != self._fast:
-            yield from self._left_if_of_one_format(self._plan_of(plan_id))
+            yield from self._unless_of_one_format(self._plan_of(plan_id))
             return
         if not self.options.devices:
             self._leave_out("no device was named that it could be made for")
@@ -217,11 +220,11 @@ class Planner:
                 self.notes.append(f"plan {self._fast}: {search.note}")
             if search.saves:
                 plan = self._fast_plan(self._fast_id(known.device), search, search.best)
-                yield from self._left_if_of_one_format(plan)
+                yield from self._unless_of_one_format(plan)
             else:
                 self._leave_out(search.why_nothing())
 
-    def _left_if_of_one_format(self, plan: PrecisionPlan) -> Iterator[PrecisionPlan]:
+    def _unless_of_one_format(self, plan: PrecisionPlan) -> Iterator[PrecisionPlan]:
         if kind_of(plan.id) == MIXED and plan.kind != MIXED:
             only = plan.kind.upper() or "none of both"
             self.notes.append(f"plan {MIXED} is left out: it would have sites in {only} alone")
@@ -229,8 +232,8 @@ class Planner:
             yield plan
 
     @property
-    def is_climbed(self) -> bool:
-        """True if a ladder decides which sites its safe plan has; in a timed `mixed` plan kernel times do."""
+    def has_ladder(self) -> bool:
+        """True if a ladder chooses the sites of the safe or mixed plan; False where kernel times do."""
         return self._fast != MIXED
 
     def kl_of(self, site: str) -> float:
@@ -291,8 +294,8 @@ class Planner:
         return self._quantized_plan(plan_id, obstacles)
 
     def _climb(self, plan_id: str) -> Climb | None:
-        is_climbed = plan_id == MIXED or plan_id.endswith("-safe")
-        return self.options.safe.by_kind.get(self.kind) if is_climbed else None
+        is_safe = plan_id == MIXED or plan_id.endswith("-safe")
+        return self.options.safe.by_kind.get(self.kind) if is_safe else None
 
     def _quantized_plan(self, plan_id: str, obstacles: Mapping[str, str | None]) -> PrecisionPlan:
         """Return the plan with every site quantized that has no obstacle."""

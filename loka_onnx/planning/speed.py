@@ -94,9 +94,9 @@ class Speed:
     def over(self, other: Speed) -> Interval | None:
         """Return this engine's time divided by the other's at common batch sizes, with interval.
 
-        By the mean over loads, which a stalled one does not move; `rows` counts them. With fewer than 2 it is
-        0, the width 0 and the ratio that of medians. None if the two were not timed in turns. Raises KeyError
-        if they have no batch size in common.
+        The geometric mean over loads; each counts by its least time, so that a stalled request does not move
+        it. `rows` is the number of loads; below 2 it is 0, and the value is the ratio of medians, without
+        width. None if the two were not timed in turns. Raises KeyError if they have no batch size in common.
         """
         batches = self._in_common(other)
         if _timed_in(self.latencies, batches) != _timed_in(other.latencies, batches):
@@ -168,10 +168,10 @@ def contenders(
 ) -> tuple[str, ...]:
     """Return ids of engines whose further loads may change the choice.
 
-    `timed` are engines, timed in turns, the most exact first: of those not surely slower than the fastest
-    the first is chosen, over all sizes and at each. That is open only while another of them looks faster, by
-    `noise` (the difference that counts for nothing), at one size by the `margin` of a route, and by `least`;
-    at one size it must look that much faster than the engine over all sizes as well, for a route to pay.
+    `timed` are engines, timed in turns, the most exact first: the first that is not surely slower than any
+    is chosen, over all sizes and at each. The choice is open while another looks faster by more than `noise`
+    over all sizes, or `margin` at one (there also than the choice over all sizes), and than `least` in both.
+    The chosen engine is returned with its rivals.
     """
     batches = max((frozenset(item.batch for item in items) for items in timed.values()), key=len, default=())
     every = {name: {item.batch: item for item in items} for name, items in timed.items()}

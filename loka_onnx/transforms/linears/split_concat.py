@@ -181,7 +181,7 @@ def _joined(model: GraphModel, terms: Sequence[Term], concat: Node) -> Tensor:
 
 
 def _read(model: GraphModel, node: Node) -> Concatenated | None:
-    """Return a layer that reads a Concat along its K, where that can be less; None for other layers."""
+    """Return a layer whose K is a Concat; None for others. Raises NotRewritten where it does not pay."""
     try:
         layer = read_linear(model, node)
     except NotRewritten:
@@ -314,7 +314,7 @@ def _is_copy(node: Node) -> bool:
 
 
 def _terms_of_parts(concat: Node, known: Known) -> list[list[Term]]:
-    """Return the terms of each part; of one that would not become less, the part itself."""
+    """Return the terms of each part, or the part as one term where they would add a product."""
     widths = [(part, static_dim(part, -1) or 0) for part in concat.inputs]
     itself = [[Term(part, np.ones(width))] for part, width in widths]
     parts = [_terms(part, width, known) for part, width in widths]
@@ -322,15 +322,15 @@ def _terms_of_parts(concat: Node, known: Known) -> list[list[Term]]:
         {id(t.tensor) for t in terms if not is_constant(t.tensor) and _is_whole(t.tensor, known)}
         for terms in parts
     ]
-    # A tensor that several parts read, or that is one, is multiplied anyway.
+    # A part, or the only whole term of several parts, is multiplied anyway.
     read = Counter(each for ids in whole if len(ids) == 1 for each in ids)
-    there = {id(part) for part in concat.inputs} | {each for each, times in read.items() if times > 1}
-    is_known = [
+    multiplied = {id(part) for part in concat.inputs} | {each for each, times in read.items() if times > 1}
+    is_usable = [
         all(is_constant(t.tensor) or _is_whole(t.tensor, known) or _is_shared(t.tensor, known) for t in terms)
         for terms in parts
     ]
-    choices = zip(parts, itself, whole, is_known, strict=True)
-    return [terms if fits and ids <= there else alone for terms, alone, ids, fits in choices]
+    choices = zip(parts, itself, whole, is_usable, strict=True)
+    return [terms if fits and ids <= multiplied else alone for terms, alone, ids, fits in choices]
 
 
 def _terms(tensor: Tensor, width: int, known: Known, depth: int = _DEEPEST) -> list[Term]:

@@ -125,8 +125,8 @@ def test_with_kernel_times_a_mixed_plan_has_the_sites_that_save_time(model):
         assert next((p.quantized_sites for p in plans.plans if p.id == "mixed"), None) == sites
         assert ("plan mixed is left out: it would have sites in FP8 alone" in plans.notes) == (sites is None)
         planner = Planner(model, profile, (CTR,), RECIPES, PlanOptions(devices=times), "mixed")
-        assert not planner.is_climbed
-    assert Planner(model, profile, (CTR,), RECIPES, PlanOptions(), "mixed").is_climbed
+        assert not planner.has_ladder
+    assert Planner(model, profile, (CTR,), RECIPES, PlanOptions(), "mixed").has_ladder
 
 
 def test_what_the_search_proposes_beside_a_mixed_plan_keeps_its_formats(model):
