@@ -295,7 +295,7 @@ def _widened_gather(model: GraphModel, layer: Linear, added: int) -> Widened | N
 
 
 def _widened_concat(model: GraphModel, takers: tuple[Linear, ...], added: int) -> Widened | None:
-    """Return how the narrowest part of a Concat is padded that only these layers read; None if it cannot be."""
+    """Return how the narrowest part of a Concat is padded that only these layers read; None if it is not."""
     source = takers[0].source
     concat = made_by(source, "Concat")
     if concat is None or not is_along_last(concat, source) or model.is_output(source):
