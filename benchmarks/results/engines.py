@@ -429,6 +429,6 @@ def host_requests(record: Record) -> str:
         "launch and wait alone, µs",
         "requests/s, one session",
         "times with several sessions",
-        "99th percentile of a request, one / several, µs",
+        "slowest request in a hundred, one / several, µs",
     )
     return table(head, rows)

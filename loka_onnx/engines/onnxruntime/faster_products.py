@@ -24,7 +24,7 @@ import numpy as np
 import onnx
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
-from loka_onnx.engines.draft import GraphDraft, attribute
+from loka_onnx.engines.draft import attribute
 from loka_onnx.engines.onnx_operands import OperandReader
 from loka_onnx.engines.onnxruntime.cpu_form import IntegerProducts
 from loka_onnx.sessions.model_files import reads_of
@@ -179,9 +179,12 @@ def write_fp32(model: onnx.ModelProto, products: Collection[str], reader: Operan
             nodes.append(helper.make_node("Cast", [integers], [cast], name=cast, to=TensorProto.FLOAT))
             nodes.append(helper.make_node("Mul", [cast, scale], [node.input[index]], name=node.input[index]))
         nodes.append(node)
+    kept: list[NodeProto] = []
+    while len(kept) != len(nodes):
+        read = {*reads_of(nodes), *(output.name for output in graph.output)}
+        nodes, kept = [node for node in nodes if read & {*node.output}], nodes
     del graph.node[:]
     graph.node.extend(nodes)
-    GraphDraft(model, Path()).finished()
 
 
 def _is_faster(times: Times, others: Times) -> bool:
