@@ -34,11 +34,11 @@ demo: venv
 # Both tiers. Workers share the cores, so tests/conftest.py gives each one thread; a file stays with its worker,
 # so that the runs that its tests share are made once.
 test: venv
-	$(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+	$(BIN)/pytest -n $(JOBS) --dist loadfile
 
 # Both tiers once more, half as long again: lines and branches that no test enters.
 coverage: venv
-	$(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --cov --cov-report=term:skip-covered
+	$(BIN)/pytest -n $(JOBS) --dist loadfile --cov --cov-report=term:skip-covered
 
 # Ends with tests that may belong to the other tier: seconds by the clock, twice those of a core that is shared.
 test-fast: venv
