@@ -35,13 +35,7 @@ from synthetic_runs import (
     write_rows,
 )
 
-from loka_onnx.core import serde
-from loka_onnx.core.rewrite import RewriteLog
-from loka_onnx.graph.model import GraphModel
 from loka_onnx.pipeline.run import RunOptions, Stage, run
-from loka_onnx.transforms.base import Found
-from loka_onnx.transforms.linears.pad_sites import PadSites
-from loka_onnx.transforms.sequence import STRICT
 
 LIMIT_SECONDS = 10.0
 NOWHERE = {"device": "amd-mi300x", "backends": ["migraphx"]}
@@ -381,22 +375,6 @@ def test_a_model_that_couples_rows_goes_on_where_that_is_asked_for(place, comman
     result = run(place.run_file, RunOptions(until=Stage.REPORT))
     (note,) = (note for note in result.report.notes if "node 'relu2/softmax' (Softmax)" in note)
     assert "`model.require_independent_rows` is false" in note
-
-
-@pytest.mark.slow
-def test_a_mod_that_fails_costs_the_run_nothing_but_the_mod(place, monkeypatch):
-    def match(mod: PadSites, model: GraphModel) -> Found[Any]:
-        model.graph.nodes.clear()
-        raise RecursionError("too deep")
-
-    monkeypatch.delenv(STRICT)
-    monkeypatch.setattr(PadSites, "match", match)
-    result = run(place.run_file, RunOptions(until=Stage.REPORT))
-    log = serde.read(RewriteLog, result.directory / "model" / "mods.json")
-    record = next(record for record in log.records if record.transform == PadSites.name)
-    assert record.rolled_back
-    assert "RecursionError: too deep" in record.declined[0].reason
-    assert all("RecursionError: too deep" in file.read_text("utf-8") for file in result.report_files)
 
 
 class _RunsCode:

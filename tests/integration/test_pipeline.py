@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,9 +21,14 @@ from loka_onnx.bundle.signing import write_key_pair
 from loka_onnx.core import serde
 from loka_onnx.core.engine import BuildStatus, EngineSet
 from loka_onnx.core.evaluation import BudgetStatus, EvaluationSet, OutputEvaluation
+from loka_onnx.core.rewrite import RewriteLog
 from loka_onnx.data import SplitRule, split_file
 from loka_onnx.errors import BundleInvalid, ConfigError
+from loka_onnx.graph.model import GraphModel
 from loka_onnx.pipeline.run import RunOptions, RunResult, Stage, run
+from loka_onnx.transforms.base import Found
+from loka_onnx.transforms.linears.pad_sites import PadSites
+from loka_onnx.transforms.sequence import STRICT
 
 # What a run leaves beside its record: everything in it must come from a recorded stage, except scratch.
 UNRECORDED = ("run.json", "calibration/instrumented/", "calibration/sample.npz")
@@ -309,3 +315,19 @@ def test_a_key_that_cannot_be_read_is_refused_before_anything_is_done(tmp_path):
             loka_onnx.run(place.run_file, RunOptions(sign=wrong))
     assert not place.output.exists()
     shutil.rmtree(place.path)
+
+
+@pytest.mark.slow
+def test_a_mod_that_fails_costs_the_run_nothing_but_the_mod(place, monkeypatch):
+    def match(mod: PadSites, model: GraphModel) -> Found[Any]:
+        model.graph.nodes.clear()
+        raise RecursionError("too deep")
+
+    monkeypatch.delenv(STRICT)
+    monkeypatch.setattr(PadSites, "match", match)
+    result = run(place.run_file, RunOptions(until=Stage.REPORT))
+    log = serde.read(RewriteLog, result.directory / "model" / "mods.json")
+    record = next(record for record in log.records if record.transform == PadSites.name)
+    assert record.rolled_back
+    assert "RecursionError: too deep" in record.declined[0].reason
+    assert all("RecursionError: too deep" in file.read_text("utf-8") for file in result.report_files)
