@@ -44,9 +44,8 @@ Values = npt.NDArray[np.float64]
 
 
 def activation_scaling(stats: RangeStats, recipe: Recipe) -> Scaling:
-    """Return the scale of an activation by a recipe's rule, a BF16 number, and its zero point.
-
-    ``percentile`` reaches that percentage of all magnitudes, zeros included; where that is zero, amax. Raises
+    """Return the scale of an activation by a recipe's rule, a BF16 number, and its zero point. ``percentile``
+    reaches that percentage of all magnitudes, zeros included; where that is zero, amax. Raises
     CalibrationError if the range is not finite, or the rule needs a histogram that the profile lacks.
     """
     widest = _reaching(stats, stats.amax, recipe.format)
@@ -129,7 +128,6 @@ def cumulated_error(t: Values, format: NumberFormat, limit: float) -> Values:
 
 
 def _squared_error(t: Values, format: NumberFormat, limit: float) -> Values:
-    """Return (t − Q(t))², for t ≥ 0."""
     inside = np.minimum(t, limit)
     spacing = _spacing(inside, format)
     return np.asarray((t - np.rint(inside / spacing) * spacing) ** 2)

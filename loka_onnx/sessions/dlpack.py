@@ -101,8 +101,7 @@ def device_of(value: Any) -> tuple[int, int]:
 
 def borrow(value: Any, stream: int | None = None) -> Borrowed:
     """Borrow an array for a CUDA stream, after the work on it that its library has queued; None is the host.
-
-    A `DataError` if it cannot be exported, is not in C order, or has a type that NumPy lacks.
+    Raises DataError if it cannot be exported, is not in C order, or has a type that NumPy lacks.
     """
     kind, number = device_of(value)
     value = _settled(value)

@@ -58,8 +58,8 @@ class SessionOptions:
 
     Attributes:
         threads: Threads of one operator; 0 lets ONNX Runtime choose.
-        optimize: Whether to optimize beyond BASIC (never for FP8).
-        as_written: Not optimized at all: at BASIC, ONNX Runtime 1.31 removes a Dropout in training mode.
+        optimize: Optimize beyond BASIC (never for FP8).
+        as_written: Do not optimize at all: at BASIC, ONNX Runtime 1.31 removes a Dropout in training mode.
         providers: Execution providers in order of preference.
     """
 
@@ -131,10 +131,8 @@ class OnnxSession(Runner):
         model: Path,
         options: SessionOptions | None = None,
     ) -> OnnxSession:
-        """Open a session without files; a `ModelError` where ONNX Runtime refuses the model.
-
-        Args:
-            weights: Values of external initializers of its main graph, by name, in C order; used in place.
+        """Open a session without files; a `ModelError` where ONNX Runtime refuses the model. `weights` are
+        values of external initializers of its main graph, by name, in C order; they are used in place.
         """
         settings = _settings(proto, options)
         values = [_on_host(array) for array in weights.values()]
@@ -164,9 +162,8 @@ class OnnxSession(Runner):
         self._has_bfloat16 = any(value.type == _BFLOAT16 for value in (*inputs, *outputs))
 
     def run(self, inputs: Mapping[str, npt.NDArray[Any]], outputs: Sequence[str] | None = None) -> Arrays:
-        """Run one batch, for some of the outputs or all; an `EngineError` where that fails.
-
-        A model in request form takes a row for each candidate as well.
+        """Run one batch, for some of the outputs or all; a model in request form takes a row for each
+        candidate too. Raises EngineError if that fails.
         """
         names = tuple(outputs) if outputs is not None else self.output_names
         if self._shared and INDEX not in inputs:
