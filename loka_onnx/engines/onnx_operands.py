@@ -35,11 +35,8 @@ PRODUCT_OPS = frozenset(
 
 @dataclass(frozen=True)
 class Source:
-    """Origin of an operand's values, which have `element_type` at the product.
-
-    Attributes:
-        float8: Name of the FP8 type that they were rounded to, if any.
-        constant: Name of their float initializer, if they were folded.
+    """Origin of an operand's values, which have `element_type` at the product: the FP8 type (`float8`) that
+    they were rounded to, or the name of their folded float initializer (`constant`), if any.
     """
 
     element_type: str
@@ -47,7 +44,7 @@ class Source:
     constant: str = ""
 
     def describe(self) -> str:
-        """Return for example ``float8e4m3fn dequantized to float``."""
+        """Description such as ``float8e4m3fn dequantized to float``."""
         return f"{self.float8} dequantized to {self.element_type}" if self.float8 else self.element_type
 
 

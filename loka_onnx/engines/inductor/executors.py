@@ -93,14 +93,12 @@ class Executor(ABC):
         self._calls.clear()
 
     def _rows_of(self, piece: Piece, outputs: Sequence[npt.NDArray[Any]]) -> Sequence[npt.NDArray[Any]]:
-        """Select the rows of a piece from those that a program computed."""
         if piece.rows == piece.size:
             return outputs
         pairs = zip(self._engine.outputs, outputs, strict=True)
         return [value[: piece.rows] if port.batched else value for port, value in pairs]
 
     def _answer(self, piece: Piece, outputs: Sequence[npt.NDArray[Any]]) -> Arrays:
-        """Copy the rows of a piece out of those that a program computed."""
         held = self._rows_of(piece, outputs)
         return {name: value.copy() for name, value in zip(self._names, held, strict=True)}
 
@@ -214,13 +212,9 @@ class Staging:
 
 @dataclass(frozen=True)
 class Served:
-    """A batch size that is served by CUDA graphs.
-
-    Attributes:
-        compute: Launches the kernels of the size, on `inputs`; returns the outputs.
-        inputs: Views of the device's buffers, by name.
-        captured: Graph of the kernels alone, for rows that lie on the device.
-        staging: Where requests from host memory are written.
+    """A batch size that is served by CUDA graphs: `compute` launches its kernels on `inputs`, views of the
+    device's buffers by name, and returns the outputs; `captured` is the graph of the kernels alone, for rows
+    on the device; requests from host memory are written to `staging`.
     """
 
     compute: Callable[[], list[Tensor]]
@@ -374,9 +368,8 @@ class GraphExecutor(Executor):
     def _staging(
         self, memory: Tensor, size: int, compute: Callable[[], list[Tensor]], outputs: Sequence[Tensor]
     ) -> Staging:
-        """Pinned memory as the inputs of a batch size, with the graph of its requests.
-
-        A caller's holds the inputs' own types, the executor's own narrow ids.
+        """Pinned memory as the inputs of a batch size, with the graph of its requests. The executor's own
+        memory holds narrow ids, a caller's the inputs' own types.
         """
         there = blocks_of(self._engine.inputs, size)
         here = blocks_of(self._engine.inputs, size, narrow=memory is self._host)

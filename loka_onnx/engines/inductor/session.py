@@ -35,11 +35,8 @@ def import_torch() -> Any:
 
 def open_inductor(package: Path, architecture: str) -> InductorSession:
     """Load a package on the CPU, or on the first GPU of its architecture, after checking that the host fits.
-
-    Raises:
-        MissingPackage: PyTorch is not installed.
-        EngineError: The file is no engine of this backend or is for another architecture, this host has no
-            such GPU, another version of PyTorch or another processor, or the programs do not load.
+    Raises MissingPackage without PyTorch, and EngineError if the file is no engine of this backend or is for
+    another architecture, PyTorch or processor than this host has, or the programs do not load.
     """
     engine = read_engine(package)
     if engine.architecture != architecture:
@@ -89,10 +86,9 @@ def _load(torch: Any, package: Path, engine: InductorEngine, index: int) -> dict
 
 
 def placements(engine: InductorEngine, rows: int, *, captures: bool) -> tuple[Placement, ...]:
-    """Assign programs to the rows of a request, which must be some that the engine was built for.
-
-    Of programs of fixed sizes, the smallest that holds the rows, or several. Of one program for all sizes,
-    the smallest CUDA graph that holds them (`padded_rows`), or else the program itself, kernel by kernel.
+    """Assign programs to the rows of a request, which must be some that the engine was built for. Of programs
+    of fixed sizes, the smallest that holds the rows, or several. Of one program for all sizes, the smallest
+    CUDA graph that holds them (`padded_rows`), or else the program itself, kernel by kernel.
     """
     if not engine.minimum <= rows <= engine.maximum:
         raise EngineError(

@@ -32,8 +32,6 @@ DEBUG_SYMBOLS = "use_debug_symbols"
 _SYMBOLS = "debug_symbols"
 _CONTROL_FLOW = frozenset({"if", "loop", "select_module", "run_on_target", "group"})
 _PARAMETER = re.compile(r"^\s*\S+ = @param:(?P<name>.+?) -> ", re.MULTILINE)
-
-
 INSTALL = "install ROCm with its package `migraphx`"
 
 
@@ -80,11 +78,10 @@ def why_no_target(migraphx: Any, target: str) -> str:
 
 
 def parse_onnx(migraphx: Any, model: Path, dims: Mapping[str, Sequence[int]]) -> Any:
-    """Parse a model of the dialect for one batch size, with every axis of every input in `dims`.
-
-    A range fails at the parse of LayerNormalization and Q/DQ, and a dynamic axis silently becomes 1. The
-    program's instructions carry the names of ONNX nodes where this release supports that. A refusal is a
-    `ModelError`.
+    """Parse a model of the dialect for one batch size, with every axis of every input in `dims`: a range
+    fails at the parse of LayerNormalization and Q/DQ, and a dynamic axis silently becomes 1. The program's
+    instructions carry the names of ONNX nodes where this release supports that. Raises ModelError on a
+    refusal.
     """
     options: dict[str, Any] = {}
     if DEBUG_SYMBOLS in (migraphx.parse_onnx.__doc__ or ""):
@@ -100,11 +97,9 @@ def parse_onnx(migraphx: Any, model: Path, dims: Mapping[str, Sequence[int]]) ->
 
 
 def reread_float8(migraphx: Any, program: Any) -> Any:
-    """Rebuild a program with FP8 constants retyped from E4M3FNUZ to E4M3FN, bits unchanged.
-
-    All other types follow from the inputs'; a Q takes its type from its zero point. Names of ONNX nodes are
-    lost in releases whose `add_instruction` does not take them. An `EngineError` where programs cannot be
-    walked.
+    """Rebuild a program with FP8 constants retyped from E4M3FNUZ to E4M3FN, bits unchanged. All other types
+    follow from the inputs'; a Q takes its type from its zero point. Names of ONNX nodes are lost in releases
+    whose `add_instruction` does not take them. An `EngineError` where programs cannot be walked.
     """
     source = program.get_main_module()
     instructions = list(source)
@@ -203,9 +198,8 @@ def run_program(
     migraphx: Any, program: Any, inputs: Mapping[str, npt.NDArray[Any]]
 ) -> list[npt.NDArray[Any]]:
     """Run a compiled program on every parameter, in its type and shape; return copies of its outputs.
-
-    Inputs are referenced during the run, which `migraphx.argument` does not do. A failure is an
-    `EngineError`.
+    `migraphx.argument` does not keep inputs alive, so they are referenced here. Raises EngineError on a
+    failure.
     """
     held = {name: np.ascontiguousarray(value) for name, value in inputs.items()}
     arguments = {name: migraphx.argument(value) for name, value in held.items()}

@@ -61,12 +61,8 @@ _KERNEL = re.compile(r"symbol_name=(?P<kernel>\w+)")
 
 @dataclass(frozen=True)
 class Instruction:
-    """One instruction.
-
-    Attributes:
-        operation: Operator, for example ``quant_dot`` or ``gpu::code_object``.
-        type: Element type of its result, for example ``fp8e4m3fn``; empty where not printed.
-        symbols: Names of its ONNX nodes, where the release prints them.
+    """One instruction: its operator (``quant_dot``, ``gpu::code_object``), the element type of its result
+    (``fp8e4m3fn``; empty where not printed), and the names of its ONNX nodes, where the release prints them.
     """
 
     name: str
@@ -143,12 +139,9 @@ def _parse_line(line: str) -> Instruction | None:
 
 @dataclass(frozen=True)
 class Product:
-    """A product of a compiled program.
-
-    Attributes:
-        factors: Types of the multiplied values: FP8 where they come from a DQ of FP8.
-        weight: K and N of the stored factor; None where both are computed.
-        is_float8: Whether the device multiplies FP8.
+    """A product of a compiled program. `factors` are the types of the multiplied values, FP8 where they come
+    from a DQ of FP8; `weight` is K and N of the stored factor, None where both are computed; `is_float8`: the
+    device multiplies FP8.
     """
 
     instruction: Instruction
@@ -201,10 +194,9 @@ def products_of(program: ProgramText) -> tuple[Product, ...]:
 def _weight(
     program: ProgramText, product: Instruction, inputs: Sequence[Instruction], kind: str
 ) -> tuple[int, int] | None:
-    """K and N of the stored matrix of a product, with element type `kind` where given.
-
-    It is K × N as the second factor and N × K as the first, unless the kernel transposes it: N is a length of
-    the result, and K one of another input.
+    """K and N of the stored matrix of a product, with element type `kind` where given. It is K × N as the
+    second factor and N × K as the first, unless the kernel transposes it: N is a length of the result, and K
+    one of another input.
     """
     possible = []
     for index, each in enumerate(inputs):

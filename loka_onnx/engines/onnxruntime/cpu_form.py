@@ -50,7 +50,6 @@ _ZERO = "loka/integer/zero"
 
 def write_convolutions(model: onnx.ModelProto) -> int:
     """Rewrite a model in place and return the number of convolutions; external weights only change shape.
-
     Products in FP8, and those whose constants have other readers, are left alone.
     """
     graph = model.graph
@@ -278,9 +277,8 @@ class IntegerProducts:
         return dequantize
 
     def _summed(self, product: NodeProto, holder: NodeProto) -> NodeProto | None:
-        """Keep a bias in FP32; return the Sum behind a Gemm, None where the Add becomes one.
-
-        ONNX Runtime joins a Sum of two with its Gemm again, and the bias would saturate in INT32: it has a 0.
+        """Keep a bias in FP32; return the Sum behind a Gemm, None where the Add becomes one. ONNX Runtime
+        would join a Sum of two with its Gemm, and the bias would saturate in INT32: the Sum also gets a 0.
         """
         if holder is not product:
             holder.op_type = "Sum"

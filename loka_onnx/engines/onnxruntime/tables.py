@@ -38,9 +38,8 @@ MATRIX = 2
 
 @dataclass(frozen=True)
 class StoredTables:
-    """Names of the tables that were written in INT8, and the reason of each other one.
-
-    `locations` are the files beside the model that held written ones.
+    """Names of the tables that were written in INT8, and the reason of each other one. `locations` are the
+    files beside the model that held written ones.
     """
 
     written: tuple[str, ...]
@@ -112,7 +111,6 @@ def _why_not(
 
 
 def _rows(lookup: NodeProto) -> list[NodeProto]:
-    """Nodes that compute the rows of a lookup."""
     (table, ids), rows, name = lookup.input, lookup.output[0], lookup.name or lookup.output[0]
     narrow, wide, scale = f"{rows}/int8", f"{rows}/float", f"{rows}/scale"
     return [

@@ -50,8 +50,8 @@ class BuildSettings:
         optimization_level: Effort of the builder's search, 0 to 5.
         workspace_mib: Most scratch memory of a tactic.
         timing_cache: File of the timing cache; None for no cache.
-        profile_each_size: Whether each of `batch.sizes` has a profile of its own.
-        rtx_dialect: Whether to rewrite the model for TensorRT for RTX (`dialect`).
+        profile_each_size: Give each of `batch.sizes` a profile of its own.
+        rtx_dialect: Rewrite the model for TensorRT for RTX (`dialect`).
     """
 
     architecture: str
@@ -64,9 +64,8 @@ class BuildSettings:
 
 
 def build_engine(trt: Any, model: Path, settings: BuildSettings, target: Path) -> None:
-    """Build and write one serialized engine of an ONNX file, whose external data is beside it.
-
-    Raises ModelError if the parser refuses the model, EngineError if the builder fails.
+    """Build and write one serialized engine of an ONNX file, whose external data is beside it. Raises
+    ModelError if the parser refuses the model, EngineError if the builder fails.
     """
     logger = _make_logger(trt)
     builder = trt.Builder(logger)
@@ -202,10 +201,7 @@ def timing_cache_file(module: str, version: str, device: str, architecture: str)
 
 @dataclass
 class TimingCache:
-    """The timing cache of one build.
-
-    `found` is the file's content at its start; the configuration does not keep `attached` alive.
-    """
+    """The timing cache of one build: `found` is the file's content at its start; `attached` is kept alive."""
 
     file: Path
     found: bytes = b""

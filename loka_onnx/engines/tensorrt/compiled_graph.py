@@ -45,12 +45,9 @@ LAYER = re.compile(r"\[ONNX Layer: (.*?)\](?=\x1f|$|\[ONNX Layer: )", re.DOTALL)
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor of the compiled graph, whose names are other than in the ONNX graph.
-
-    Attributes:
-        type: Element type as the compiler spells it: ``fp8_e4m3``, ``bf16``, ``half``, ``float``, …
-        constant_bytes: Size of a constant in the engine, else 0.
-        base: Tensor of which this is a view (``sub_tensor``), or its own name.
+    """A tensor of the compiled graph, whose names are other than in the ONNX graph: its element type as the
+    compiler spells it (``fp8_e4m3``, ``bf16``, ``half``, ``float``, …), its size as a constant of the engine,
+    else 0, and the tensor of which it is a view (``sub_tensor``), or its own name.
     """
 
     type: str

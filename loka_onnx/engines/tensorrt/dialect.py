@@ -112,10 +112,9 @@ def _integers(draft: GraphDraft, name: str) -> tuple[int, ...] | None:
 
 
 def _keeps_rows(split: Node, lead: Sequence[int]) -> bool:
-    """True if the Split cuts the last axis, and `lead` is valid for the whole as for a part.
-
-    A -1 follows from the rest, which is in proportion. A 0 copies the size of an axis, which must not be the
-    cut one; the last axis of a product is not its first.
+    """True if the Split cuts the last axis, and `lead` is valid for the whole as for a part. A -1 follows
+    from the rest, which is in proportion. A 0 copies the size of an axis, which must not be the cut one; the
+    last axis of a product is not its first.
     """
     axis = attribute(split, "axis", 0)
     return 0 not in lead[1:] if axis == -1 else axis == len(lead)

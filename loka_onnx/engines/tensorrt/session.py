@@ -51,11 +51,9 @@ NUMPY_TYPES: Mapping[str, npt.DTypeLike] = {
 def open_engine(
     spec: TensorRtSpec, engine: Path, architecture: str, version: str = "", *, is_new: bool = False
 ) -> TensorRtSession:
-    """Deserialize an engine on the first GPU of its architecture, after the driver has answered.
-
-    Args:
-        version: Version of the library that built it; not checked when empty.
-        is_new: Whether it may never have been opened on this host, so that a child process opens it first.
+    """Deserialize an engine on the first GPU of its architecture, after the driver has answered; an empty
+    `version` of the library is not checked. With `is_new`, it may never have been opened on this host, so
+    that a child process opens it first.
     """
     trt = spec.load_library()
     here = str(trt.__version__)
@@ -77,14 +75,10 @@ def open_engine(
 
 @dataclass
 class _Instance:
-    """An execution context with its graphs and current state.
-
-    Attributes:
-        is_captured: Whether its work becomes a CUDA graph: it serves a single batch size.
-        moves: `CudaContext.moves` when its buffers were set.
-        is_warm: Whether it has run with these shapes and buffers.
-        graph: Graph of a batch: copies to the device, the engine, copies back.
-        engine_graph: Graph of the engine alone.
+    """An execution context with its graphs and current state: `moves` is `CudaContext.moves` when its buffers
+    were set; `is_warm` once it has run with these shapes and buffers. One that serves a single batch size
+    `is_captured`: `graph` copies a batch to the device, runs the engine and copies back; `engine_graph` runs
+    it.
     """
 
     context: Any

@@ -29,13 +29,8 @@ ON_CPU, ON_GPU, BY_MODEL = "KIND_CPU", "KIND_GPU", "KIND_MODEL"
 
 @dataclass(frozen=True)
 class Source:
-    """An engine of a bundle, as a form takes it.
-
-    Attributes:
-        bundle: Directory of the verified bundle.
-        name: Name of the model to make; `parameters` state its origin.
-        sample: One array per input.
-        instances: Instances of the model on each device.
+    """An engine of a bundle (a verified directory), for the model `name`; `parameters` state its origin,
+    `sample` has one array per input, `instances` is for each device.
     """
 
     bundle: Path
@@ -90,12 +85,8 @@ def model_of(
     sizes: Sequence[int],
     names: Mapping[str, str] | None = None,
 ) -> BackendModel:
-    """Return the common part of a form.
-
-    Args:
-        served_by: Backend, platform and name of the model file.
-        sizes: Batch sizes of the build; if empty, those that were measured.
-        names: Triton's names of inputs and outputs, by those in the bundle; None: the same names.
+    """Return the common part of a form, `served_by` a backend, platform and model file. Without `sizes` of
+    the build, those that were measured count; `names` are Triton's of inputs and outputs, None for the same.
     """
     backend, platform, file = served_by
     entry = source.entry

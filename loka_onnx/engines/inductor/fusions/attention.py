@@ -42,11 +42,8 @@ MOVEMENTS = _SHAPES | {"Concat", "Gather", "Identity", "Slice", "Split", "Transp
 
 @dataclass(frozen=True)
 class _Attention:
-    """A matched attention.
-
-    Attributes:
-        inside: All nodes but the last one, Q · Kᵀ last.
-        mask: Added mask, or a condition: true where products stay (`keep`), or become −∞ (`drop`).
+    """A matched attention: `inside` are all nodes but the last one, Q · Kᵀ last; `mask` is added, or a
+    condition that is true where products stay (`keep`) or become −∞ (`drop`).
     """
 
     q: Tensor
@@ -156,7 +153,6 @@ def _through_casts(tensor: Tensor, inside: tuple[Node, ...]) -> tuple[Tensor, tu
 
 
 def _number(tensor: Tensor) -> float | None:
-    """Value of a constant with one element."""
     return float(tensor.values.item()) if tensor.is_read and tensor.values.size == 1 else None
 
 

@@ -39,10 +39,7 @@ Step = tuple[Node, ...]
 
 
 def stacked_branches(graph: PlannedGraph, node: Node) -> Fused | None:
-    """Compute a product and what follows it together with its twins in other branches.
-
-    None where it does not match; a reason is never given.
-    """
+    """Compute a product and what follows it together with its twins in other branches; declines none."""
     first = _twins(graph, node) if _is_linear(node) else ()
     steps = _followed(first) if len(first) > 1 else []
     products = [step for step in steps if is_plain(step[0])]

@@ -135,9 +135,8 @@ def half_product(graph: PlannedGraph, node: Node) -> Fused | None:
 
 
 def _transposed(graph: PlannedGraph, node: Node, stored: Tensor) -> Tensor:
-    """Transpose a product's weight to (N, K), in which matrix units read both factors along K.
-
-    A weight that was not loaded is unchanged: such a graph is only analysed.
+    """Transpose a product's weight to (N, K), in which matrix units read both factors along K. A weight that
+    was not loaded is unchanged: such a graph is only analysed.
     """
     return stored if node.attrs.get("transB", 0) or not stored.is_read else graph.transposed(stored)
 
@@ -182,9 +181,8 @@ class _Epilogue:
         return match
 
     def write(self, graph: PlannedGraph, node: Node, op: str, *factors: Tensor | None) -> Fused:
-        """Write the fused node, under the site's name; the old node has no outputs left.
-
-        `factors` are A, its scale, Wᵀ, its scale, and the product of both scales for each column.
+        """Write the fused node under the site's name; the old node has no outputs left. `factors` are A, its
+        scale, Wᵀ, its scale, and the product of both scales for each column.
         """
         ends = Ends.of(graph, self.end)
         inputs = [*factors[:4], self.bias, *(self.cross or (None, None)), ends.scale, *factors[4:]]

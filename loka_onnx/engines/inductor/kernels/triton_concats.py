@@ -65,10 +65,8 @@ def _loka_concat_quantize_kernel(  # type: ignore[no-untyped-def]
 def concat_quantize(
     a: Tensor, b: Tensor, inverse_scale: float, half: torch.dtype, wide: bool, narrow: torch.dtype
 ) -> list[Tensor]:
-    """Round a and b, contiguous in FP32, BF16 or FP16, to `half`, join their columns, and quantize.
-
-    Returns X (M, a + b) where `wide` asks for it, then the same in `narrow`, E4M3FN or INT8, times
-    `inverse_scale`.
+    """Round a and b, contiguous in FP32, BF16 or FP16, to `half`, join their columns, and quantize. Returns X
+    (M, a + b) if `wide`, then X times `inverse_scale` in `narrow`, E4M3FN or INT8.
     """
     (m, first), second = a.shape, b.shape[1]
     n = first + second

@@ -69,9 +69,8 @@ def factorization_norm(
     inverse_scale: float,
     narrow: torch.dtype | None,
 ) -> Tensor:
-    """Compute the interaction and its norm of x (batch, n, d) and y (n, k), BF16 or FP16, contiguous.
-
-    Returns (batch, n·k) in the type of x; with `narrow`, E4M3FN or INT8, in that, times `inverse_scale`.
+    """Compute the interaction and its norm of x (batch, n, d) and y (n, k), BF16 or FP16, contiguous. Returns
+    (batch, n·k) in the type of x; with `narrow`, E4M3FN or INT8, in that, times `inverse_scale`.
     """
     batch, n, d = x.shape
     k = y.shape[1]
@@ -126,9 +125,8 @@ def _loka_token_residual_norm_kernel(  # type: ignore[no-untyped-def]
 def token_residual_norm(
     x: Tensor, f: Tensor, w: Tensor, gamma: Tensor, beta: Tensor, epsilon: float
 ) -> Tensor:
-    """Compute LayerNorm(x + concat(f, w·x)) over d, in the type of x; f holds the first n_F tokens.
-
-    x (batch, n, d), f (batch, n_F, d) and w (n_L, n) are contiguous, of one type, BF16 or FP16.
+    """Compute LayerNorm(x + concat(f, w·x)) over d, in the type of x; f holds the first n_F tokens. x (batch,
+    n, d), f (batch, n_F, d) and w (n_L, n) are contiguous, of one type, BF16 or FP16.
     """
     batch, n, d = x.shape
     later, first = w.shape[0], n - w.shape[0]

@@ -62,11 +62,9 @@ class Scope:
 
 @dataclass(frozen=True)
 class Node:
-    """One node of the graph; names are empty for ONNX's own domain, omitted inputs and unused outputs.
-
-    Attributes:
-        name: Name of the node, or of its first output where it has none.
-        attributes: Attributes as Python values: text as `str`, tensors as arrays.
+    """One node of the graph; names are empty for ONNX's own domain, omitted inputs and unused outputs. A node
+    without a name has that of its first output. Attributes are Python values: text is `str`, tensors are
+    constants.
     """
 
     op_type: str

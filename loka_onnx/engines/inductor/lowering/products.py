@@ -165,7 +165,6 @@ def gemm(node: Node, a: Value, b: Value, c: Value = None) -> Tensor:
 
 def _is_of_vector(a: Tensor, b: Tensor) -> bool:
     """True for a row by matrices or matrices by a column, unless all rows of a batch read one large matrix.
-
     The batch is no row, even if it is 1.
     """
     if min(a.dim(), b.dim()) < 2 or not a.is_floating_point():

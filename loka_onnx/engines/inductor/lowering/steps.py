@@ -55,10 +55,8 @@ class Step:
 
 
 def evaluate(step: Step, inputs: Sequence[Value]) -> tuple[Value, ...]:
-    """The outputs of a node, whose operators are annotated with its name (`site_precision.MARK`).
-
-    Raises:
-        EngineError: The node cannot be lowered, or torch refuses it.
+    """The outputs of a node, whose operators are annotated with its name (`site_precision.MARK`). Raises
+    EngineError if the node cannot be lowered, or torch refuses it.
     """
     try:
         done = _apply(step, inputs)
@@ -102,7 +100,6 @@ def _lowered(step: Step, inputs: Sequence[Value]) -> Any:
 
 
 def _describe(node: Node, inputs: Sequence[Value]) -> str:
-    """Types and shapes of a node's inputs."""
     parts = []
     for name, value in zip(node.inputs, inputs, strict=False):
         held = value.values if isinstance(value, Dequantized) else value
