@@ -53,8 +53,8 @@ class Score:
 
 
 def score_of(model: GraphModel, output: str, kind: OutputKind) -> Score | None:
-    """Return the logit (or regression) behind an output; None for a probability that has readers, or is not
-    the Sigmoid of its logit, perhaps in another layout.
+    """Return the logit (or regression) behind an output; None for a probability that has readers, or is no
+    Sigmoid of its logit, perhaps in another layout.
     """
     tensor = next(each for each in model.outputs if each.name == output)
     if kind is not OutputKind.PROBABILITY:

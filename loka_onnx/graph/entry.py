@@ -78,10 +78,8 @@ def open_inputs(path: Path) -> tuple[TensorSpec, ...]:
 
 
 def canonicalize(path: Path, widths: Mapping[str, int] = MappingProxyType({})) -> Canonical:
-    """Read and convert a foreign model; `widths` fixes axis 1 of `open_inputs`, by name.
-
-    Raises ModelError if it is truncated, unsound, of another operator set, quantized already, or not
-    convertible.
+    """Read and convert a foreign model; `widths` fixes axis 1 of `open_inputs`, by name. Raises ModelError if
+    it is truncated, unsound, of another operator set, quantized already, or not convertible.
     """
     proto = read_proto(path)
     check_message(proto, path)
@@ -217,9 +215,8 @@ def _name_nodes(graph: onnx.GraphProto) -> None:
 
 
 def _spread_group_scales(model: GraphModel, path: Path) -> int:
-    """Give GroupNormalizations per-channel scale and bias; return how many had one for each group.
-
-    The converter of onnx 1.23 has an adapter for this but does not call it.
+    """Give GroupNormalizations per-channel scale and bias; return how many had one for each group. The
+    converter of onnx 1.23 has an adapter for this but does not call it.
     """
     count = 0
     for node in model.nodes:
@@ -269,10 +266,8 @@ _TYPE_ATTRIBUTES = frozenset({"to", "dtype", "output_dtype", "stash_type"})
 
 
 def to_float32(proto: onnx.ModelProto, path: Path) -> tuple[str, ...]:
-    """Convert a model with weights, inputs or outputs of another float type; edits it.
-
-    Returns the conversions, for the report. Raises ModelError if it computes in BF16, or a weight does not
-    fit.
+    """Convert a model with weights, inputs or outputs of another float type; edits it. Returns the
+    conversions, for the report. Raises ModelError if it computes in BF16, or a weight does not fit.
     """
     # 16-bit embedding tables.
     stored, used = {TensorProto.FLOAT16, TensorProto.BFLOAT16}, looked_up(proto.graph)

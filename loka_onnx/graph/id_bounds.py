@@ -59,10 +59,9 @@ class _Ids:
 
 
 def id_bounds(model: GraphModel) -> dict[str, tuple[range | None, ...]]:
-    """Return the ids that each column of the inputs of a canonical graph may hold.
-
-    By name of input, for inputs (batch,) and (batch, columns): one range for each column, None without a
-    bound. Of float inputs, only those with a column that is looked up: a matrix of ids and numbers.
+    """Return the ids that each column of the inputs of a canonical graph may hold, by name of input (batch,)
+    or (batch, columns): one range for each column, None without a bound. Of float inputs, only those with a
+    column that is looked up: a matrix of ids and numbers.
     """
     main = {id(node) for node in model.nodes}
     found = {}

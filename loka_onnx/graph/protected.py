@@ -71,9 +71,8 @@ class Protected:
 
 
 def logit_ends(model: GraphModel) -> tuple[Protected, ...]:
-    """Return nodes between the last products and the outputs, in topological order.
-
-    Movements in front of the first computing node are left out: they move less in the narrower type.
+    """Return nodes between the last products and the outputs, in topological order. Movements in front of the
+    first computing node are left out: they move less in the narrower type.
     """
     order = model.sorted_nodes()
     serves = _what_serves_outputs(model, order)
@@ -146,7 +145,7 @@ def is_fp32(tensor: Tensor) -> bool:
 
 def residual_streams(model: GraphModel) -> tuple[Protected, ...]:
     """Return Adds that join a block to its own input, and nodes that carry the sum to the next of them:
-    norms, activations, constant factors and movements.
+    norms, activations, constant factors, movements.
     """
     order = model.sorted_nodes()
     skipped = _skipped_inputs(model, order)

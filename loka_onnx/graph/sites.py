@@ -105,10 +105,9 @@ def _contracting_axes(node: Node) -> tuple[int | None, int | None]:
 
 
 def _columns_and_rows(node: Node, operands: Sequence[Operand]) -> tuple[int, int]:
-    """Return output channels, and products per example that share one weight.
-
-    The output of a product is (batch, …, rows, columns), or (experts, batch, columns). With the weight on the
-    left, channels are the rows of that output. A weight of rank 1 has one channel.
+    """Return output channels, and products per example that share one weight. The output of a product is
+    (batch, …, rows, columns), or (experts, batch, columns). With the weight on the left, channels are the
+    rows of that output. A weight of rank 1 has one channel.
     """
     output = static_shape(node.outputs[0])
     weight = operands[1]

@@ -133,9 +133,8 @@ def weights_detached(graph: gs.Graph) -> Iterator[list[Array]]:
 
 
 def copied(graph: gs.Graph) -> gs.Graph:
-    """Return a deep copy of a graph that shares the weights.
-
-    In copies of onnx-graphsurgeon 0.6.1 a constant has an export type, which E4M3FNUZ does not survive.
+    """Return a deep copy of a graph that shares the weights. In copies of onnx-graphsurgeon 0.6.1 a constant
+    has an export type, which E4M3FNUZ does not survive.
     """
     copy = mark_branches(graph.copy())
     for tensor in _constants(copy):
@@ -215,10 +214,8 @@ class Exported:
         return proto
 
     def in_memory(self) -> InMemory | None:
-        """Return the model for a session with weights in memory; None where they do not fit.
-
-        ONNX Runtime 1.31 takes only those of the main graph: weights of branches stay in the message (< 2
-        GiB).
+        """Return the model for a session with weights in memory; None where they do not fit. ONNX Runtime
+        1.31 takes only those of the main graph: weights of branches stay in the message (< 2 GiB).
         """
         proto = self.copy_headers(self.tables)
         weights: dict[str, Array] = {}

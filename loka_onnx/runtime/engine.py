@@ -51,8 +51,7 @@ class Serving:
     """Options of a loaded engine.
 
     Attributes:
-        warm_up: Whether to run every batch size that is prepared, timed or routed before the engine is
-            returned.
+        warm_up: Run every batch size that is prepared, timed or routed before the engine is returned.
         sessions: Requests that are answered at a time on a GPU, each by a session with a stream, buffers and
             weights of its own.
     """
@@ -66,10 +65,7 @@ class _Closed(EngineError):
 
 
 class _Gate:
-    """Admits requests until an engine is closed, and waits for the running ones; thread-safe.
-
-    `inside` is the number of running requests.
-    """
+    """Admits requests until an engine is closed, and waits for those `inside`; thread-safe."""
 
     def __init__(self) -> None:
         # Taken directly by requests: a `Condition` adds two calls to that.
@@ -100,10 +96,9 @@ class _Gate:
 class Engine(AbstractContextManager["Engine"]):
     """A loaded engine of a bundle; made by `load`. A context manager that closes it.
 
-    `inputs` and `outputs` are those of a request, of `part` of the model; `shared` are inputs that may have a
-    row for each user (see `infer`). `skipped` are engines that were
-    preferred to it. `metrics` is also a collector of `prometheus_client`; `release` is called once the engine
-    is closed.
+    `inputs` and `outputs` are those of a request, of `part` of the model; `shared` inputs may have a row for
+    each user (see `infer`). `skipped` are engines that were preferred to it. `metrics` is also a collector of
+    `prometheus_client`; `release` is called once the engine is closed.
     """
 
     def __init__(
@@ -225,9 +220,7 @@ class Engine(AbstractContextManager["Engine"]):
 
     def warm_up(self, sizes: Sequence[int] | None = None) -> tuple[int, ...]:
         """Run batches of the sample's rows, by default of `sizes`, so that no request pays for the first of
-        its size.
-
-        Returns the sizes that were run, ascending.
+        its size; return the sizes that were run, ascending.
         """
         wanted = self.sizes if sizes is None else self._within(sizes)
         for size in wanted:
@@ -309,7 +302,6 @@ class Engine(AbstractContextManager["Engine"]):
 
     @property
     def _others(self) -> tuple[Engine, ...]:
-        """Other engines of the routes."""
         engines = {id(engine): engine for _, engine in self._routes if engine is not self}
         return tuple(engines.values())
 
@@ -388,7 +380,6 @@ class Engine(AbstractContextManager["Engine"]):
         return engine if engine._runner.device == kind.device else None
 
     def _describe(self) -> None:
-        """Pass the serving engines to the metrics."""
         engines = [
             (each._series, (each.entry.id, each.entry.backend, each.entry.plan, each.entry.architecture))
             for each in (self, *self._others)

@@ -79,12 +79,12 @@ def load(
             until the engine is closed. Nobody else may write there meanwhile; a bundle that is replaced as a
             whole, as `write_bundle` does, is loaded anew.
         options: Options of an ONNX Runtime session.
-        trust: Whether the bundle comes from someone who may run code on this host. Otherwise engines that are
+        trust: True if the bundle comes from someone who may run code on this host; else engines that are
             programs (TensorRT, Inductor, MIGraphX) are skipped unless a signature verifies.
         keys: Public keys (paths of PEM files) of those who may run code on this host. If any are given, the
             bundle must be signed with one of them, even without programs.
         part: ``whole`` for the model's own inputs, ``dense`` for looked-up rows.
-        serving: Whether to warm up, and how many requests are answered at a time on a GPU.
+        serving: Warm-up, and the number of requests that are answered at a time on a GPU.
 
     Raises:
         BundleInvalid: The bundle does not verify, or none of the given keys signed it.

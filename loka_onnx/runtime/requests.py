@@ -116,10 +116,8 @@ def from_host(array: npt.NDArray[Any], kind: Kind) -> Any:
 
 
 def allocator(kind: Kind, stream: int) -> Allocate:
-    """Return a function that makes outputs on the request's device, by its library (not NumPy).
-
-    Queued work of the library may still read recycled memory; because it is borrowed for `stream`, it is
-    written later.
+    """Return a function that makes outputs on the request's device, by its library (not NumPy). Queued work
+    of the library may still read recycled memory; it is borrowed for `stream`, and so written later.
     """
     library = sys.modules[kind.library]
 

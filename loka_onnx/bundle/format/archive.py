@@ -77,9 +77,8 @@ def pack_bundle(directory: Path, archive: Path, progress: Progress = silent) -> 
 
 
 def unpack(archive: Path, directory: Path, progress: Progress = silent) -> Path:
-    """Write the bundle of an archive as a directory, atomically; return it with links resolved.
-
-    Raises as `pack_bundle`; nothing is left of what was written.
+    """Write the bundle of an archive as a directory, atomically; return it with links resolved. Raises as
+    `pack_bundle`; nothing is left of what was written.
     """
     destination = Path(os.path.realpath(directory))
     check_replaceable(destination)
@@ -213,9 +212,8 @@ def _opened(path: Path) -> Iterator[_Archive]:
 
 
 def _copy(archive: _Archive, target: Path | None, progress: Progress) -> dict[str, int]:
-    """Check every byte of an archive, and write its files to a directory where one is given.
-
-    Returns the places of contents by their digests.
+    """Check every byte of an archive, and write its files to a directory, if one is given; return the places
+    of contents by their digests.
     """
     entries = [(MANIFEST_NAME, len(archive.text), digest_bytes(archive.text))]
     if archive.signature is not None:

@@ -143,9 +143,8 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Pin:
-    """A directory that stays open.
-
-    `path` opens its files, in this process and its forks until the pin ends; `name` is for messages.
+    """A directory that stays open: `path` opens its files, in this process and its forks; `name` is for
+    messages.
     """
 
     path: Path

@@ -31,10 +31,9 @@ _RENAME_EXCHANGE = 2
 
 @contextlib.contextmanager
 def staged_directory(destination: Path) -> Iterator[Path]:
-    """Yield an empty directory that replaces `destination` when the block ends without an error.
-
-    Removes leftovers of interrupted writers. Contents are synced to disk before the move. Raises OutputError
-    if the destination cannot be written.
+    """Yield an empty directory that replaces `destination` when the block ends without an error. Removes
+    leftovers of interrupted writers. Contents are synced to disk before the move. Raises OutputError if the
+    destination cannot be written.
     """
     with _stage(destination) as stage:
         yield stage
@@ -70,9 +69,8 @@ def staged_file(
 
 
 def check_replaceable(destination: Path, *, is_file: bool = False) -> None:
-    """Raise `OutputError` unless a path is free, an empty directory, or a bundle in this form.
-
-    The schema of its manifest tells a bundle, whether the rest of it verifies or not.
+    """Raise `OutputError` unless a path is free, an empty directory, or a bundle in this form. The schema of
+    its manifest tells a bundle, whether the rest of it verifies or not.
     """
     manifest = None
     with contextlib.suppress(OSError, BundleInvalid):

@@ -166,12 +166,9 @@ def list_names(url: str, options: TransferOptions | None = None) -> tuple[NamedB
 
 
 def promote(place: str, name: str, options: TransferOptions | None = None) -> str:
-    """Point a name at a bundle that a registry has already, and return the digest of its manifest.
-
-    Raises:
-        UserError: `name` may not be a name, or there is no such bundle.
-        BundleInvalid: The other name's pointer is damaged.
-        OutputError: The registry may not be written.
+    """Point a name at a bundle that a registry has already, and return the digest of its manifest. Raises
+    UserError if `name` may not be a name, or there is no such bundle, BundleInvalid if the other name's
+    pointer is damaged, OutputError if the registry may not be written.
     """
     check_name(name)
     reference = parse_reference(place)
@@ -191,9 +188,8 @@ def write_pointer(store: Store, name: str, digest: str) -> None:
 
 
 def resolve_in(store: Store, reference: Reference) -> str:
-    """Digest of the manifest of the bundle of a reference; `UserError` if there is none.
-
-    `BundleInvalid` if the pointer of its name is damaged.
+    """Digest of the manifest of the bundle of a reference; `UserError` if there is none, `BundleInvalid` if
+    the pointer of its name is damaged.
     """
     if reference.digest is not None:
         return reference.digest
