@@ -20,12 +20,8 @@ from loka_onnx.engines.draft import GraphDraft, attribute
 from loka_onnx.sessions.model_files import FLOAT8_NAMES
 
 INTEGER_OPS: Mapping[str, tuple[int, int]] = {
-    "QGemm": (0, 3),
-    "QLinearMatMul": (0, 3),
-    "QLinearConv": (0, 3),
-    "MatMulIntegerToFloat": (0, 1),
-    "MatMulInteger": (0, 1),
-    "ConvInteger": (0, 1),
+    **dict.fromkeys(("QGemm", "QLinearMatMul", "QLinearConv"), (0, 3)),
+    **dict.fromkeys(("MatMulIntegerToFloat", "MatMulInteger", "ConvInteger"), (0, 1)),
 }
 """ONNX Runtime's products of integers, and the positions of their factors."""
 PRODUCT_OPS = frozenset(

@@ -9,18 +9,10 @@ from loka_onnx.core.site import Operand, Site, SiteKind
 from loka_onnx.graph.model import GraphModel, Node, is_constant
 from loka_onnx.graph.shape_values import static_shape
 
-NORM_OPS = frozenset(
-    {
-        "LayerNormalization",
-        "RMSNormalization",
-        "SimplifiedLayerNormalization",
-        "GroupNormalization",
-        "InstanceNormalization",
-        "LpNormalization",
-    }
-)
-PRODUCT_OPS = frozenset({"MatMul", "Gemm"})
 _BY_CHANNEL = frozenset({"GroupNormalization", "InstanceNormalization"})
+_BY_AXES = frozenset({"LayerNormalization", "RMSNormalization", "SimplifiedLayerNormalization"})
+NORM_OPS = _BY_CHANNEL | _BY_AXES | {"LpNormalization"}
+PRODUCT_OPS = frozenset({"MatMul", "Gemm"})
 
 
 def is_site(node: Node) -> bool:

@@ -3,13 +3,13 @@
 A GPU finishes the kernels of a ranker faster than a CPU can launch them one by one. For each served batch
 size the launches are therefore captured once into a CUDA graph (CUDA C++ Programming Guide, section CUDA
 Graphs) and replayed for each request. A graph uses fixed addresses: all inputs of a request are written one
-behind the other into pinned host memory. The graph begins with the move of these bytes to the device and ends
-with that of the outputs back, so that a request is one launch and one wait, and no call of PyTorch. `gpu`
-holds every call of the vendor.
+behind the other into pinned host memory. The graph moves these bytes to the device first and the outputs back
+last, so that a request is one launch and one wait, and no call of PyTorch. `gpu` holds every call of the
+vendor.
 
-Ids whose valid values are all int32 (`InputPort.fits_int32`) are written and moved as such, and widened on
-the device. The host looks for others, which no table has, while the device works: such a request runs once
-more, as int64.
+Ids whose valid values are all int32 (`InputPort.fits_int32`) are moved as such, and widened on the device.
+The host looks for others, which no table has, while the device works: such a request runs once more, as
+int64.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import numpy.typing as npt
 
 from loka_onnx.engines.inductor.gpu import Captured, Gpu
 from loka_onnx.engines.inductor.package import InductorEngine, InputPort
-from loka_onnx.errors import EngineError, InternalError
+from loka_onnx.errors import EngineError, InternalError, line_of
 from loka_onnx.sessions.buckets import Piece, padded
 from loka_onnx.sessions.dlpack import Borrowed
 from loka_onnx.sessions.runner import Allocate, Arrays, Buffers, Resident
@@ -424,14 +424,11 @@ class GraphExecutor(Executor):
         return Served(compute, inputs, captured, staging)
 
     def _capture(self, size: int, work: Callable[[], Sequence[Tensor]], *, warm_ups: int) -> Captured:
-        try:
+        with EngineError(
+            f"E0817 the engine cannot be captured into a CUDA graph for {size} rows",
+            remedy="an operator of it waits for the device; the log of the build has its kernels",
+        ).in_place_of(RuntimeError, words=line_of):
             return self._gpu.capture(work, warm_ups=warm_ups)
-        except RuntimeError as error:
-            raise EngineError(
-                f"E0817 the engine cannot be captured into a CUDA graph for {size} rows",
-                evidence=str(error).splitlines()[0][:400],
-                remedy="an operator of it waits for the device; the log of the build has its kernels",
-            ) from error
 
     def _moved(self, piece: Piece, inputs: Mapping[str, npt.NDArray[Any]]) -> list[Tensor]:
         return [each.to(self._gpu.device) for each in self._tensors(piece, inputs)]

@@ -116,21 +116,17 @@ class InductorEngine:
 
 def read_engine(package: Path) -> InductorEngine:
     """Read the manifest of a package; refuse a file that is none of this project."""
-    try:
-        with zipfile.ZipFile(package) as archive:
-            name = next((n for n in archive.namelist() if f"/{n}".endswith(f"/extra/{RECORD}")), None)
-            if name is None:
-                raise UserError(f"E0820 it has no '{RECORD}' among its extra files")
-            if archive.getinfo(name).file_size > MAX_DOCUMENT_BYTES:
-                raise UserError(f"E0821 '{name}' is larger than {MAX_DOCUMENT_BYTES} bytes")
-            return serde.loads(InductorEngine, archive.read(name).decode("utf-8"), where=name)
-    except (OSError, zipfile.BadZipFile, UnicodeDecodeError, UserError) as error:
-        raise EngineError(
-            "E0822 not an engine of the inductor backend",
-            where=str(package),
-            evidence=str(error),
-            remedy="build the engine again",
-        ) from error
+    refused = EngineError(
+        "E0822 not an engine of the inductor backend", where=str(package), remedy="build the engine again"
+    )
+    kinds = (OSError, zipfile.BadZipFile, UnicodeDecodeError, UserError)
+    with refused.in_place_of(*kinds), zipfile.ZipFile(package) as archive:
+        name = next((n for n in archive.namelist() if f"/{n}".endswith(f"/extra/{RECORD}")), None)
+        if name is None:
+            raise UserError(f"E0820 it has no '{RECORD}' among its extra files")
+        if archive.getinfo(name).file_size > MAX_DOCUMENT_BYTES:
+            raise UserError(f"E0821 '{name}' is larger than {MAX_DOCUMENT_BYTES} bytes")
+        return serde.loads(InductorEngine, archive.read(name).decode("utf-8"), where=name)
 
 
 def read_sources(package: Path, program: str) -> tuple[str, ...]:

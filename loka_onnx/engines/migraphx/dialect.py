@@ -15,9 +15,8 @@ a residual beside a Q is replaced by its rounded values               `separate_
 RMSNormalization does not parse                                       `decompose_rms_norms`
 ====================================================================  =====================================
 
-A GPU drops pairs that are around no product. Plans for this backend have none: it is unknown what it moves in
-FP8, so that pairs stay at their products (`core.backends`). A program is never passed to ``quantize_*`` or
-``optimize_module``, which remove its pairs.
+A GPU drops pairs that are around no product; plans for this backend have none (`core.backends`). A program is
+never passed to ``quantize_*`` or ``optimize_module``, which remove its pairs.
 """
 
 from __future__ import annotations

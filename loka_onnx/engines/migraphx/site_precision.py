@@ -6,25 +6,23 @@ MIGraphX multiplies FP8 only in ``quant_dot``: as that operator, in a kernel tha
 sites are therefore counted here.
 
 Printed names of ONNX nodes identify sites where the release has them. Otherwise the size does: K and N of the
-stored factor, the weight. Products that read one tensor may be merged into one of N₁ + N₂ columns, so that
-columns are added: where the columns of all FP8 products over K equal those of all FP8 sites over K, every
-such site runs in FP8. Where they do not, a product may be one site of its size or all sites that read one
-tensor; with fewer FP8 products of a size than that, the fallen-back sites are unknown, and all are reported
-as fallbacks.
+stored factor, the weight. Products that read one tensor may be merged into one of N₁ + N₂ columns: where the
+columns of all FP8 products over K equal those of all FP8 sites over K, every such site runs in FP8. Where
+they do not, a product may be one site of its size or all sites that read one tensor; with fewer FP8 products
+of a size than that, the fallen-back sites are unknown, and all are reported as fallbacks.
 
-The reference target keeps every Q and DQ and multiplies in the base precision: a site is simulated there when
-both factors come from a DQ of FP8.
+The reference target multiplies in the base precision: a site is simulated there when both factors come from a
+DQ of FP8.
 
-A program is printed with one line per instruction (``src/instruction.cpp`` of ROCm/AMDMIGraphX)::
+A program is printed with one line per instruction (``src/instruction.cpp`` of ROCm/AMDMIGraphX): name,
+operator with its attributes, inputs, element type, lengths and strides; newer releases add the names of its
+ONNX nodes::
 
     module: "main"
     x = @param:x -> float_type, {8, 64}, {64, 1}
     @1 = @literal{ ... } -> fp8e4m3fnuz_type, {64, 32}, {32, 1}
     @5 = quant_dot(@4,@1) -> float_type, {8, 32}, {32, 1}
     @7 = gpu::code_object[code_object=4832,symbol_name=mlir_quant_dot_mul,…](@4,@1,@6) -> float_type, …  # fc0
-
-Name, operator with its attributes, inputs, element type, lengths and strides; newer releases add the names of
-the instruction's ONNX nodes.
 """
 
 from __future__ import annotations

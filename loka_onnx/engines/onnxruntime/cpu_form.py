@@ -4,26 +4,26 @@
 
     W · X + b = Conv(X, W, b)        W (O, C), X (batch, C, P), b (O, 1)
 
-The provider fuses bias and ReLU into a Conv, but not into such a product, as `conv_to_matmul` leaves it:
-without this rewrite, a layer in FP32 would be slower than its original Conv.
+The provider fuses bias and ReLU into a Conv, but not into such a product, as `conv_to_matmul` leaves it: a
+layer in FP32 would be slower than its original Conv.
 
 **A product and the Split of its channels**, as `merge_parallel_linears` writes them, become a product for
 each part: together they take the time of one, nothing is copied, and the ReLU and the Q behind are fused::
 
     Split(x · W + b) = (x · W₁ + b₁, …, x · Wₘ + bₘ)        (W₁, …, Wₘ) = Split(W), once, when it is loaded
 
-**A sum in front of a LayerNormalization** becomes a Sum. The optimizer fuses an Add of three axes and the
-norm behind it to a SkipLayerNormalization, which is 4 to 8 times slower (FP32, widths 32 to 2048).
+**A sum in front of a LayerNormalization** becomes a Sum: the optimizer fuses an Add of three axes and the
+norm to a SkipLayerNormalization, which is 4 to 8 times slower (FP32, widths 32 to 2048).
 
 **INT8 products** take the form that is fused to integer kernels. Biases become INT32::
 
     x · W + b ≈ sx·sw[c] · (Σ (qx − zx)·qw + b₃₂)        b₃₂ = round(b / (sx·sw[c]))
 
 A product whose float bias becomes a Gemm's, as that of a MatMul and an Add does, runs in FP32 otherwise. The
-bias moves by half a unit of the sum at most. One that is too large for INT32 is added by a Sum, which is not
-fused: the bias of a Gemm or an Add would be clipped without a word. Likewise what is added to a product and
-is no constant. A Relu behind a product stays only where a single Q with zero point 0 reads it, which clips
-alike: no product is fused before another Relu, which becomes Max(y, 0).
+bias moves by half a unit of the sum at most. One that is too large for INT32, which the bias of a Gemm or an
+Add would clip without a word, is added by a Sum, which is not fused; so is an addend that is no constant. A
+Relu behind a product stays only where a single Q with zero point 0 reads it, which clips alike; another
+becomes Max(y, 0), because no product is fused before a Relu.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from loka_onnx.core.installation import cache_directory
-from loka_onnx.errors import ConfigError, EngineError, MissingPackage, ModelError
+from loka_onnx.errors import ConfigError, EngineError, MissingPackage, ModelError, line_of
 from loka_onnx.sessions.backends import in_phrase
 from loka_onnx.sessions.cuda import list_cuda_devices
 from loka_onnx.sessions.host_devices import list_amd_architectures
@@ -179,13 +179,9 @@ def start_session(engine: Path, settings: Any, chain: list[tuple[str, dict[str, 
     if name in {CUDA.name, TENSORRT.name} and hasattr(ort, "preload_dlls"):
         # CUDA and cuDNN may be Python packages, which the dynamic linker does not search.
         ort.preload_dlls()
-    try:
+    # onnxruntime raises errors of unrelated types.
+    with ModelError(f"E0880 ONNX Runtime refuses '{engine}' on {name}").in_place_of(Exception, words=line_of):
         session = ort.InferenceSession(os.fspath(engine), settings, providers=chain, enable_fallback=0)
-    except Exception as error:
-        # onnxruntime raises errors of unrelated types.
-        raise ModelError(
-            f"E0880 ONNX Runtime refuses '{engine}' on {name}", evidence=str(error).splitlines()[0][:400]
-        ) from error
     started = session.get_providers()
     if started[0] != name:
         raise EngineError(

@@ -1,9 +1,8 @@
 """Build of a strongly typed engine through the TensorRT API.
 
-The vendor module is a parameter of `build_engine`: the calls are equal in `tensorrt_rtx` and in `tensorrt` 10
-and 11. Features that some lack are detected by attribute, not by version (`STRONGLY_TYPED` is required by 10
-and gone from others; only TensorRT for RTX selects compute capabilities). Precision flags are never set:
-precision comes from the graph alone.
+The calls are equal in `tensorrt_rtx` and in `tensorrt` 10 and 11. Features that some lack are detected by
+attribute, not by version (`STRONGLY_TYPED` is required by 10 and gone from others; only TensorRT for RTX
+selects compute capabilities). Precision flags are never set: precision comes from the graph alone.
 
 The first optimization profile covers all batch sizes, tuned for the one served most. TensorRT measures
 tactics for the tuned size, and can fold more for a fixed size; with `profile_each_size` each served size
@@ -11,10 +10,10 @@ therefore gets a profile of its own behind the first, which the session prefers.
 time of the first.
 
 Half of a build is measuring tactics. TensorRT can reuse the measurements of an earlier build for the same
-device and version (NVIDIA's developer guide, "Timing Cache"), so that each has a file below
-`core.installation`. Parallel builds share it: a file is replaced as a whole, after merging another
-process's changes under a lock. The first of conflicting entries stays. A cache that TensorRT refuses, or that
-cannot be written, costs time but fails no build.
+device and version (NVIDIA's developer guide, "Timing Cache"), which have a file below `core.installation`. A
+build replaces the file as a whole, after merging another process's changes under a lock; the first of
+conflicting entries stays. A cache that TensorRT refuses, or that cannot be written, costs time but fails no
+build.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ kernels give 0 anyway. A row that a finite BF16 mask masks is uniform (`kernels.
 the graph, which rounds sums: the kernels add in FP32. Constant factors of Q or Kᵀ alone stay with them.
 
 The compiler writes products and probabilities (batch, heads, q, k) to memory; a fused kernel keeps them on
-the chip and sums in FP32. On a GPU, where the keys of a head fit one tile, it is an own kernel (`is_short`,
-`kernels.triton_attention`), else PyTorch selects one: on an H100 cuDNN's, which pays from `LEAST` products.
+the chip and sums in FP32. On a GPU it is an own kernel where the keys of a head fit one tile (`is_short`,
+`kernels.triton_attention`), else PyTorch's choice: on an H100 cuDNN's, which pays from `LEAST` products.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ the sources are neighbours of one Split (`transforms.linears.merge_parallel_line
 Concat, for which branches of two products and more pay. A Concat of all branches reads Y.
 
 E products become one, and a kernel of what follows; a part of a Split would be copied in front of our own
-product. Sums are rounded to the base before the bias is added: one rounding more than our product makes. Not
-timed on a GPU yet.
+product. Sums are rounded once more than in our product: to the base before the bias is added. Not timed on a
+GPU yet.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ Of a learned mix of tokens and other tokens. For each example, with tokens X (n,
     Z    =   concat(F, W · X)  or  concat(W · X, F), rounded to BF16 or FP16        (n_F + m, d)
     out  =   Z, Z / s in E4M3FN, or one of them
 
-X and F are read once, in their own types, and Z is written once. A program holds one example.
+A program holds one example: it reads X and F once, in their own types, and writes Z once.
 """
 
 from __future__ import annotations

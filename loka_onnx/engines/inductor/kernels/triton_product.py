@@ -187,25 +187,12 @@ def product(
     parts = torch.empty((split, m, n), dtype=sums, device=a.device) if split > 1 else None
     # An unused pointer must be valid.
     read = [a if each is None else each for each in (scale, bias, x0, x, high, low)]
-    follows = {
-        "SCALED": scale is not None,
-        "BIAS": bias is not None,
-        "RELU": int(relu) + int(relu and slope != 0.0),
-        "CROSS": x0 is not None,
-        "FIRST": x is None,
-        "WIDE": high is not None,
-        "NARROW": low is not None,
-    }
+    follows = {"SCALED": scale is not None, "BIAS": bias is not None}
+    follows |= {"RELU": int(relu) + int(relu and slope != 0.0), "CROSS": x0 is not None, "FIRST": x is None}
+    follows |= {"WIDE": high is not None, "NARROW": low is not None}
     unit = MULTIPLE // a.element_size()
-    tiles = {
-        "UNIT": unit,
-        "BM": bm,
-        "BN": bn,
-        "BK": bk,
-        "GROUP_M": GROUP,
-        "SPLIT": split,
-        "WHOLE_K": k % bk == 0,
-    }
+    tiles = {"UNIT": unit, "BM": bm, "BN": bn, "BK": bk, "GROUP_M": GROUP, "SPLIT": split}
+    tiles["WHOLE_K"] = k % bk == 0
     # None is Triton's default: on Hopper, the whole sum in the tensor core's precision.
     imprecise = bk if exact and a.dtype == torch.float8_e4m3fn else None
     wrap_triton(_loka_product_kernel)[(triton.cdiv(m, bm) * triton.cdiv(n, bn), split)](
