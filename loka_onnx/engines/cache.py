@@ -262,7 +262,6 @@ def _copy(source: Path, target: Path, digest: str) -> bool:
 
 
 def _assigned(plan: PrecisionPlan) -> Mapping[str, Any]:
-    """Assignments of a plan, without reasons and name."""
     plain: dict[str, Any] = serde.to_plain(plan)
     prose = {"verdict", "reason"}
     return {

@@ -94,12 +94,12 @@ def _only_reader(model: GraphModel, tensor: Tensor) -> Node | None:
 
 def expose_scores(model: GraphModel, kinds: Mapping[str, OutputKind]) -> dict[str, str]:
     """Add the scores of outputs to the graph outputs; return their names by output."""
-    found: dict[str, str] = {}
+    names: dict[str, str] = {}
     for output, kind in kinds.items():
         score = score_of(model, output, kind)
         if score is None:
             continue
         if not model.is_output(score.tensor):
             model.add_output(score.tensor, np.float32, score.tensor.shape)
-        found[output] = score.tensor.name
-    return found
+        names[output] = score.tensor.name
+    return names

@@ -272,13 +272,13 @@ def to_float32(proto: onnx.ModelProto, path: Path) -> tuple[str, ...]:
     # 16-bit embedding tables.
     stored, used = {TensorProto.FLOAT16, TensorProto.BFLOAT16}, looked_up(proto.graph)
     tables = frozenset(t.name for t in proto.graph.initializer if t.data_type in stored and t.name in used)
-    found = _float_types(proto, tables)
-    if not found:
+    kinds = _float_types(proto, tables)
+    if not kinds:
         return ()
-    if TensorProto.BFLOAT16 in found:
+    if TensorProto.BFLOAT16 in kinds:
         raise ModelError(
             f"E0308 '{path}' computes in BF16",
-            where=f"tensor '{found[TensorProto.BFLOAT16]}'",
+            where=f"tensor '{kinds[TensorProto.BFLOAT16]}'",
             evidence="ONNX Runtime has no BF16 on the CPU, so that a conversion could not be held against it",
             remedy="export the model in FP32; `plan.base` lowers it to BF16 where that is asked for",
         )
@@ -295,7 +295,7 @@ def to_float32(proto: onnx.ModelProto, path: Path) -> tuple[str, ...]:
         if attribute.name in _TYPE_ATTRIBUTES and attribute.i in _OTHERS:
             attribute.i = TensorProto.FLOAT
     _cast_lookups(proto.graph, tables)
-    names = " and ".join(sorted(_OTHERS[kind] for kind in found))
+    names = " and ".join(sorted(_OTHERS[kind] for kind in kinds))
     return (f"converted from {names} to FP32, inputs and outputs among it",)
 
 

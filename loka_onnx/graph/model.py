@@ -264,9 +264,7 @@ class GraphModel:
         dtype: Any = None,
         attrs: Mapping[str, Any] | None = None,
     ) -> Tensor:
-        """Append a node with one output and return that output, by default of the first input's type;
-        `absent()` stands for an empty optional input.
-        """
+        """Append a node with one output and return that output, by default of the first input's type."""
         unique = self.fresh_name(name)
         if self._node_names is not None:
             self._node_names.add(unique)
@@ -298,10 +296,6 @@ class GraphModel:
             for part, size in zip(node.outputs, sizes, strict=True):
                 part.shape = [*tensor.shape[:axis], size, *tensor.shape[len(tensor.shape) + axis + 1 :]]
         return list(node.outputs)
-
-    def absent(self) -> Tensor:
-        """Return an omitted optional input."""
-        return _tensor(gs.Variable.empty())
 
     def add_output(self, tensor: Tensor, dtype: Any, shape: Sequence[int | str] | None) -> None:
         """Make a tensor a graph output."""

@@ -151,8 +151,8 @@ def column_origins(tensor: Tensor) -> tuple[Origin | None, ...]:
     node = producer(tensor)
     if node is None:
         return tuple(Origin(tensor.name, column) for column in range(width))
-    found = _through(node)
-    return found if len(found) == width else (None,) * width
+    origins = _through(node)
+    return origins if len(origins) == width else (None,) * width
 
 
 def _through(node: Node) -> tuple[Origin | None, ...]:

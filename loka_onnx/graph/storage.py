@@ -240,11 +240,11 @@ def looked_up(graph: onnx.GraphProto) -> set[str]:
 def take_tables(proto: onnx.ModelProto, directory: Path) -> dict[str, onnx.TensorProto]:
     """Move external initializers that only Gather reads out of the graph, as references."""
     names = looked_up(proto.graph)
-    found = [t for t in proto.graph.initializer if uses_external_data(t) and t.name in names]
-    if not found or sum(map(stored_bytes, found)) < TABLE_LIMIT_BYTES:
+    outside = [t for t in proto.graph.initializer if uses_external_data(t) and t.name in names]
+    if not outside or sum(map(stored_bytes, outside)) < TABLE_LIMIT_BYTES:
         return {}
     tables: dict[str, onnx.TensorProto] = {}
-    for tensor in found:
+    for tensor in outside:
         table = onnx.TensorProto()
         table.CopyFrom(tensor)
         for entry in table.external_data:

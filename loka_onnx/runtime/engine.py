@@ -193,13 +193,13 @@ class Engine(AbstractContextManager["Engine"]):
                 remedy="split larger requests",
             )
         with self._gate:
-            held = self.engine_for(rows)._runner.buffers(rows)
+            buffers = self.engine_for(rows)._runner.buffers(rows)
         kinds = {spec.name: np.dtype(spec.dtype) for spec in self.inputs}
         # An engine may take fewer inputs than the model has, or others (a model that was cut).
-        if held is None or {name: each.dtype for name, each in held.items()} != kinds:
-            held = Buffers({name: np.zeros((rows, *tail), kinds[name]) for name, tail in tails.items()})
-        held.engine = self
-        return held
+        if buffers is None or {name: each.dtype for name, each in buffers.items()} != kinds:
+            buffers = Buffers({name: np.zeros((rows, *tail), kinds[name]) for name, tail in tails.items()})
+        buffers.engine = self
+        return buffers
 
     def set_routes(self, routes: Sequence[tuple[int, Engine]]) -> None:
         """Route requests by their largest number of rows, ascending; this engine owns the others."""
@@ -333,7 +333,6 @@ class Engine(AbstractContextManager["Engine"]):
         return {name: value.source for name, value in outputs.items()}
 
     def _infer_request(self, inputs: Mapping[str, Any], like: Any, began: float) -> dict[str, Any]:
-        """Answer a request of users and candidates."""
         kinds = {name: kind_of(value) for name, value in inputs.items()}
         host = {name: to_host(value, kinds[name]) for name, value in inputs.items()}
         index = host[INDEX]
@@ -363,8 +362,10 @@ class Engine(AbstractContextManager["Engine"]):
     def _run_on_host(self, inputs: Mapping[str, Any], rows: int, kind: Kind, began: float) -> dict[str, Any]:
         """Answer a checked request in host memory, in arrays of a kind."""
         target, metrics = self.engine_for(rows), self.metrics
-        held: Arrays = target._runner.run_checked(inputs, rows)
-        answer = held if kind is HOST else {name: from_host(value, kind) for name, value in held.items()}
+        outputs: Arrays = target._runner.run_checked(inputs, rows)
+        answer = (
+            outputs if kind is HOST else {name: from_host(value, kind) for name, value in outputs.items()}
+        )
         metrics.answered(target._series.of(rows), rows, perf_counter() - began)
         return answer
 

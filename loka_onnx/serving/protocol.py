@@ -309,7 +309,6 @@ def _from_bytes(raw: memoryview, datatype: str, shape: tuple[int, ...]) -> npt.N
 
 
 def _to_bytes(value: npt.NDArray[Any]) -> bytes:
-    """Return the bytes of a tensor in the binary extension."""
     size = value.dtype.itemsize
     return np.ascontiguousarray(value).view(f"=u{size}").astype(f"<u{size}", copy=False).tobytes()
 

@@ -161,8 +161,8 @@ class CudaContext:
         kind = np.dtype(dtype)
         size = int(np.prod(shape, dtype=np.int64)) * kind.itemsize
         address, capacity = self._buffer("host", name, size)
-        held = (ctypes.c_byte * capacity).from_address(int(address.value))
-        values: npt.NDArray[Any] = np.frombuffer(memoryview(held), np.byte, size).view(kind)
+        memory = (ctypes.c_byte * capacity).from_address(int(address.value))
+        values: npt.NDArray[Any] = np.frombuffer(memoryview(memory), np.byte, size).view(kind)
         return values.reshape(tuple(shape))
 
     def upload(self, name: str, size: int) -> None:

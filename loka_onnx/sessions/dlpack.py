@@ -79,9 +79,9 @@ class Borrowed:
             )
         if not self.nbytes:
             return np.empty(self.shape, self.dtype)
-        held = (ctypes.c_byte * self.nbytes).from_address(self.address)
-        held.owner = self  # type: ignore[attr-defined]
-        return np.frombuffer(memoryview(held), np.byte).view(self.dtype).reshape(self.shape)
+        memory = (ctypes.c_byte * self.nbytes).from_address(self.address)
+        memory.owner = self  # type: ignore[attr-defined]
+        return np.frombuffer(memoryview(memory), np.byte).view(self.dtype).reshape(self.shape)
 
 
 def device_of(value: Any) -> tuple[int, int]:

@@ -108,8 +108,8 @@ def _from_value(value: Any) -> npt.NDArray[Any]:
     brain = onnx.helper.tensor_dtype_to_np_dtype(onnx.TensorProto.BFLOAT16)
     if 0 in shape:
         return np.empty(shape, brain)
-    held = (ctypes.c_byte * value.tensor_size_in_bytes()).from_address(value.data_ptr())
-    return np.frombuffer(memoryview(held), np.byte).view(brain).reshape(shape).copy()
+    memory = (ctypes.c_byte * value.tensor_size_in_bytes()).from_address(value.data_ptr())
+    return np.frombuffer(memoryview(memory), np.byte).view(brain).reshape(shape).copy()
 
 
 class OnnxSession(Runner):
@@ -179,8 +179,8 @@ class OnnxSession(Runner):
             raise EngineError("E0920 the session is closed", remedy="load the model again")
         try:
             if self._has_bfloat16:
-                held = {name: _on_host(array) for name, array in feeds.items()}
-                values = [_from_value(value) for value in session.run_with_ort_values(list(names), held)]
+                wrapped = {name: _on_host(array) for name, array in feeds.items()}
+                values = [_from_value(value) for value in session.run_with_ort_values(list(names), wrapped)]
             else:
                 values = session.run(list(names), feeds)
         except Exception as error:

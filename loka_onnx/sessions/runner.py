@@ -223,11 +223,7 @@ class SplitRunner(Runner):
 
     def run(self, inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
         """Run one batch of the model's own inputs."""
-        return self.dense.run(self.look_up(inputs))
-
-    def look_up(self, inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
-        """Return the inputs together with the cut tensors."""
-        return {**inputs, **self.lookup.run(inputs)}
+        return self.dense.run({**inputs, **self.lookup.run(inputs)})
 
     @property
     def served_sizes(self) -> tuple[int, ...]:

@@ -99,11 +99,10 @@ class Executor(ABC):
         return [value[: piece.rows] if port.batched else value for port, value in pairs]
 
     def _answer(self, piece: Piece, outputs: Sequence[npt.NDArray[Any]]) -> Arrays:
-        held = self._rows_of(piece, outputs)
-        return {name: value.copy() for name, value in zip(self._names, held, strict=True)}
+        rows = self._rows_of(piece, outputs)
+        return {name: value.copy() for name, value in zip(self._names, rows, strict=True)}
 
     def _tensors(self, piece: Piece, inputs: Mapping[str, npt.NDArray[Any]]) -> list[Tensor]:
-        """Inputs of a piece as tensors on the host, padded and converted."""
         # Torch warns about read-only arrays, although no program writes its inputs.
         values = ((padded(inputs[port.name], piece), port.dtype) for port in self._engine.inputs)
         return [self._torch.from_numpy(np.require(value, dtype, ["C", "W"])) for value, dtype in values]

@@ -109,20 +109,20 @@ def reread_float8(migraphx: Any, program: Any) -> Any:
     result = migraphx.program()
     main = result.get_main_module()
     passes_names = _SYMBOLS in (main.add_instruction.__doc__ or "")
-    made: dict[Any, Any] = {}
+    rebuilt: dict[Any, Any] = {}
     for instruction in instructions:
-        kind, inputs = instruction.name(), [made[each] for each in instruction.inputs()]
+        kind, inputs = instruction.name(), [rebuilt[each] for each in instruction.inputs()]
         if kind == "@literal":
-            made[instruction] = _add_literal(migraphx, main, instruction)
+            rebuilt[instruction] = _add_literal(migraphx, main, instruction)
         elif kind == "@param":
-            made[instruction] = main.add_parameter(next(names), instruction.shape())
+            rebuilt[instruction] = main.add_parameter(next(names), instruction.shape())
         elif kind == "@return":
-            made[instruction] = main.add_return(inputs)
+            rebuilt[instruction] = main.add_return(inputs)
         else:
             names_of = {}
             if passes_names and hasattr(instruction, "get_debug_symbols"):
                 names_of[_SYMBOLS] = sorted(instruction.get_debug_symbols())
-            made[instruction] = main.add_instruction(instruction.op(), inputs, **names_of)
+            rebuilt[instruction] = main.add_instruction(instruction.op(), inputs, **names_of)
     return result
 
 

@@ -79,14 +79,14 @@ class Instruction:
     @property
     def kernel(self) -> str:
         """Kernel name of a code object; else operator and attributes."""
-        found = _KERNEL.search(self.attributes)
-        return found["kernel"] if found else f"{self.operation}{self.attributes}"
+        kernel = _KERNEL.search(self.attributes)
+        return kernel["kernel"] if kernel else f"{self.operation}{self.attributes}"
 
     @property
     def label(self) -> str:
         """Readable name: ``quant_dot @5``."""
-        found = _KERNEL.search(self.attributes)
-        return f"{found['kernel'] if found else self.operation} {self.name}"
+        kernel = _KERNEL.search(self.attributes)
+        return f"{kernel['kernel'] if kernel else self.operation} {self.name}"
 
 
 @dataclass(frozen=True)
@@ -108,8 +108,8 @@ class ProgramText:
 
 def parse_program(text: str) -> ProgramText:
     """Parse a printed program; lines without an instruction are skipped."""
-    found = (_parse_line(line) for line in text.splitlines())
-    return ProgramText({each.name: each for each in found if each is not None})
+    lines = (_parse_line(line) for line in text.splitlines())
+    return ProgramText({each.name: each for each in lines if each is not None})
 
 
 def _parse_line(line: str) -> Instruction | None:

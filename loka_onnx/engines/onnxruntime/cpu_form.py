@@ -247,8 +247,8 @@ class IntegerProducts:
         if any(attribute(product, name, 1.0) != 1.0 for name in ("alpha", "beta")):
             return []
         makers = [self._makers.get(name) for name in product.input[:2]]
-        found = [maker for maker in makers if maker is not None and self._is_integer(maker)]
-        return found if len(found) == len(makers) else []
+        factors = [maker for maker in makers if maker is not None and self._is_integer(maker)]
+        return factors if len(factors) == len(makers) else []
 
     def _is_integer(self, node: NodeProto) -> bool:
         kinds = {self._stored.get(name) for name in node.input[2:]}

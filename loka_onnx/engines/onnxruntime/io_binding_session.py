@@ -283,11 +283,11 @@ class IoBindingSession(Runner):
 
     def _fill(self, bound: _Buffers, inputs: Arrays) -> None:
         for name, value in inputs.items():
-            held = tuple(bound.inputs[name].shape())
-            if value.shape != held:
+            shape = tuple(bound.inputs[name].shape())
+            if value.shape != shape:
                 raise EngineError(
                     f"E0867 input '{name}' has another shape than the engine",
-                    evidence=f"a row of {list(value.shape[1:])}, not {list(held[1:])}",
+                    evidence=f"a row of {list(value.shape[1:])}, not {list(shape[1:])}",
                     remedy="send what the model's input takes",
                 )
             self._try(partial(bound.inputs[name].update_inplace, value))

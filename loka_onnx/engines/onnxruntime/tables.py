@@ -79,17 +79,16 @@ def _table(node: NodeProto) -> str:
 
 
 def _lookups(model: onnx.ModelProto) -> dict[str, list[NodeProto]]:
-    """Lookups of each FP32 matrix."""
     matrices = {
         tensor.name
         for tensor in model.graph.initializer
         if tensor.data_type == TensorProto.FLOAT and len(tensor.dims) == MATRIX
     }
-    found: defaultdict[str, list[NodeProto]] = defaultdict(list)
+    lookups: defaultdict[str, list[NodeProto]] = defaultdict(list)
     for node in model.graph.node:
         if _table(node) in matrices:
-            found[_table(node)].append(node)
-    return found
+            lookups[_table(node)].append(node)
+    return lookups
 
 
 def _why_not(

@@ -200,23 +200,23 @@ def timing_cache_file(module: str, version: str, device: str, architecture: str)
 
 @dataclass
 class TimingCache:
-    """The timing cache of one build: `found` is the file's content at its start; `attached` is kept alive."""
+    """The timing cache of one build; `before` is the file's content at its start, `attached` stays alive."""
 
     file: Path
-    found: bytes = b""
+    before: bytes = b""
     attached: object = None
 
     def attach(self, config: Any) -> None:
         """Add earlier measurements to a builder configuration."""
-        self.found = self._read()
-        cache = self.attached = config.create_timing_cache(self.found)
+        self.before = self._read()
+        cache = self.attached = config.create_timing_cache(self.before)
         if cache is not None and config.set_timing_cache(cache, ignore_mismatch=False):
-            print(f"timing cache '{self.file}': {len(self.found)} bytes", flush=True)
+            print(f"timing cache '{self.file}': {len(self.before)} bytes", flush=True)
             return
         print(
             f"timing cache '{self.file}' is of another device or version, or damaged: begun anew", flush=True
         )
-        self.found = b""
+        self.before = b""
         cache = self.attached = config.create_timing_cache(b"")
         config.set_timing_cache(cache, ignore_mismatch=False)
 
@@ -231,7 +231,7 @@ class TimingCache:
             with os.fdopen(lock):
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 now = self._read()
-                if now not in {b"", self.found}:
+                if now not in {b"", self.before}:
                     other = config.create_timing_cache(now)
                     if other is not None and not cache.combine(other, ignore_mismatch=False):
                         print(f"timing cache '{self.file}' of another process is not merged", flush=True)

@@ -108,8 +108,8 @@ def read_compiled_graphs(engine: Path) -> tuple[CompiledGraph, ...]:
 def compiled_graph_texts(engine: Path) -> tuple[str, ...]:
     """Extract the text of every compiled graph from a serialized engine."""
     with engine.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        found = (TEXT.match(data, start.start()) for start in SECTION_START.finditer(data))
-        return tuple(match.group().decode("latin-1") for match in found if match is not None)
+        matches = (TEXT.match(data, start.start()) for start in SECTION_START.finditer(data))
+        return tuple(match.group().decode("latin-1") for match in matches if match is not None)
 
 
 def parse_compiled_graph(text: str) -> CompiledGraph:

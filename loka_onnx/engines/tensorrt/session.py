@@ -150,11 +150,11 @@ class TensorRtSession(Runner):
         with self._lock:
             instance = self._hand_over(inputs)
             self._execute(instance)
-            given = {name: inputs[name].shape for name in self._inputs}
+            shapes = {name: inputs[name].shape for name in self._inputs}
             answer = {}
             for name, shape in instance.outputs.items():
                 staged = self._cuda.staging(name, shape, self._types[name])
-                answer[name] = staged[tuple(map(slice, self._cut(name, shape, given)))].copy()
+                answer[name] = staged[tuple(map(slice, self._cut(name, shape, shapes)))].copy()
             return answer
 
     @property

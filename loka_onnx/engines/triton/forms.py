@@ -47,11 +47,6 @@ class Source:
         """The engine file."""
         return self.bundle / self.entry.path
 
-    @property
-    def folder(self) -> str:
-        """Directory of the engine file, relative to the bundle."""
-        return self.entry.path.rpartition("/")[0]
-
 
 @dataclass(frozen=True)
 class Form:
@@ -75,8 +70,8 @@ def form_of(source: Source) -> Form | Refusal:
     spec = get_spec(source.entry.backend)
     if not spec.triton:
         return Refusal(f"{spec.no_triton}: serve it with `loka-onnx bundle serve`")
-    made: Form | Refusal = resolve(spec.triton)(source)
-    return made
+    form: Form | Refusal = resolve(spec.triton)(source)
+    return form
 
 
 def model_of(

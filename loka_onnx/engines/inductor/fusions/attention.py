@@ -216,7 +216,6 @@ def _is_mask(mask: Tensor, products: tuple[int | None, ...]) -> bool:
 
 
 def _check_graph(graph: PlannedGraph, match: _Attention) -> None:
-    """Refuse a softmax over other axes than the keys, and intermediate tensors that something else reads."""
     if match.softmax.attrs.get("axis", -1) not in {-1, len(match.q.shape or ()) - 1}:
         raise DeclinedFusion("its softmax is not over the keys")
     inner = {id(node) for node in (*match.inside, match.out)}

@@ -95,9 +95,9 @@ def _form(node: Node) -> tuple[Any, ...] | None:
     if not node.outputs or not _is_linear(node):
         return None
     maker = node.reads(0).producer
-    made: Any = maker and (maker.op, maker.attrs, [each and each.shape for each in maker.inputs])
-    made = id(maker) if maker is not None and maker.op == "Split" else made
-    return node.op, node.attrs, [each and each.shape for each in node.inputs], made
+    source: Any = maker and (maker.op, maker.attrs, [each and each.shape for each in maker.inputs])
+    source = id(maker) if maker is not None and maker.op == "Split" else source
+    return node.op, node.attrs, [each and each.shape for each in node.inputs], source
 
 
 def _place(first: Step) -> int | None:
@@ -189,9 +189,9 @@ class _Writer:
     def add(self, op: str, inputs: Sequence[Tensor | None], like: Tensor, **attrs: Any) -> Tensor:
         """Add a node; return its output, of the type of another tensor."""
         name = self.graph.fresh_name(f"{self.name}/{op.lower()}")
-        made = Tensor(self.graph.fresh_name(f"{name}.out"), like.kind)
-        self.graph.replace(op, name, inputs, [made], attrs)
-        return made
+        output = Tensor(self.graph.fresh_name(f"{name}.out"), like.kind)
+        self.graph.replace(op, name, inputs, [output], attrs)
+        return output
 
     def numbers(self, *values: int) -> Tensor:
         """Create a vector of integers."""
@@ -218,8 +218,8 @@ class _Writer:
             turned = bool(node.attrs.get("transB", 0))
             weights = [each.reads(1).values.T if turned else each.reads(1).values for each in step]
             weight = self.graph.constant(f"{self.name}.weight", np.stack(weights))
-            made = self.add("MatMul", [inputs[0], weight], result, products=[each.name for each in step])
-            return self.add("Add", [made, self.constants(step, 2, 2)], result) if node.has(2) else made
+            product = self.add("MatMul", [inputs[0], weight], result, products=[each.name for each in step])
+            return self.add("Add", [product, self.constants(step, 2, 2)], result) if node.has(2) else product
         if node.op in _AXES:
             axes = node.reads(1).values.reshape(-1).tolist()
             inputs[1] = self.numbers(*(axis if axis < 0 else axis + 1 for axis in axes))

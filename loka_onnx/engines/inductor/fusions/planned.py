@@ -194,7 +194,6 @@ class PlannedGraph:
 
 
 def _linked(node: Node) -> Node:
-    """Make a node the reader of its inputs and the producer of its outputs."""
     for tensor in node.inputs:
         if tensor is not None:
             tensor.consumers.append(node)

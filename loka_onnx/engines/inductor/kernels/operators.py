@@ -36,7 +36,6 @@ def _record(node: Node, kind: torch.dtype) -> None:
 
 
 def _number(node: Node, value: Value) -> float | None:
-    """Return a constant scale as a number; None where there is none."""
     if value is None:
         return None
     if isinstance(value, Constant) and value.array is not None and value.array.size == 1:

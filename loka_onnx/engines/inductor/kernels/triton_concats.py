@@ -143,9 +143,9 @@ def token_concat(
     shape = (batch, others + m, d)
     rows = max(n, m, others)
     is_large = triton.next_power_of_2(rows) * triton.next_power_of_2(d) >= LARGE
-    made = [torch.empty(shape, dtype=half, device=x.device)] if wide else []
+    outputs = [torch.empty(shape, dtype=half, device=x.device)] if wide else []
     if narrow is not None:
-        made.append(torch.empty(shape, dtype=narrow, device=x.device))
+        outputs.append(torch.empty(shape, dtype=narrow, device=x.device))
     sizes = {"N": n, "M": m, "NF": others, "D": d, "N2": padded(n), "M2": padded(m), "D2": padded(d)}
     sizes["NF2"] = max(1, triton.next_power_of_2(others))
     how = {"MIX_FIRST": mix_first, "BF16": half is torch.bfloat16, "WIDE": wide}
@@ -153,6 +153,12 @@ def token_concat(
     # An unused pointer must be valid.
     read = (x, w, x if f is None else f)
     wrap_triton(_loka_token_concat_kernel)[(batch,)](
-        *read, made[0], made[-1], inverse_scale, **sizes, **how, num_warps=2 * WARPS if is_large else WARPS
+        *read,
+        outputs[0],
+        outputs[-1],
+        inverse_scale,
+        **sizes,
+        **how,
+        num_warps=2 * WARPS if is_large else WARPS,
     )
-    return made
+    return outputs

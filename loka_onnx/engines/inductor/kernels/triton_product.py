@@ -144,8 +144,8 @@ def _add_up_kernel(  # type: ignore[no-untyped-def]
     place = m.to(tl.int64)[:, None] * N + n[None, :]
     z = tl.zeros((BM, BN), dtype=parts_ptr.dtype.element_ty)
     for part in tl.static_range(SPLIT):
-        made = (part * M + m).to(tl.int64)[:, None] * N + n[None, :]
-        z += tl.load(parts_ptr + made, mask=stored, other=0.0)
+        partial = (part * M + m).to(tl.int64)[:, None] * N + n[None, :]
+        z += tl.load(parts_ptr + partial, mask=stored, other=0.0)
     _finish(
         z, m, n, N, place, stored,
         scale_ptr, bias_ptr, x0_ptr, x_ptr, wide_ptr, narrow_ptr, inverse_scale, slope,
@@ -187,7 +187,7 @@ def product(
     parts = torch.empty((split, m, n), dtype=sums, device=a.device) if split > 1 else None
     # An unused pointer must be valid.
     read = [a if each is None else each for each in (scale, bias, x0, x, high, low)]
-    follows = {"SCALED": scale is not None, "BIAS": bias is not None}
+    follows: dict[str, int] = {"SCALED": scale is not None, "BIAS": bias is not None}
     follows |= {"RELU": int(relu) + int(relu and slope != 0.0), "CROSS": x0 is not None, "FIRST": x is None}
     follows |= {"WIDE": high is not None, "NARROW": low is not None}
     unit = MULTIPLE // a.element_size()
@@ -204,4 +204,4 @@ def product(
         wrap_triton(_add_up_kernel)[(triton.cdiv(m, SUM_ROWS), triton.cdiv(n, SUM_COLUMNS))](
             parts, *read, m, n // unit, inverse_scale, slope, **tiles, **follows, num_warps=4
         )
-    return [made for made in (high, low) if made is not None]
+    return [output for output in (high, low) if output is not None]

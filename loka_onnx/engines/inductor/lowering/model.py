@@ -137,8 +137,8 @@ def _read(graph: PlannedGraph, scope: Scope) -> tuple[list[Node], dict[str, Cons
         names.add(name)
         domain, _, op_type = node.op.rpartition("::")
         attributes = {key: _attribute(value) for key, value in node.attrs.items()}
-        given = tuple("" if tensor is None else tensor.name for tensor in node.inputs)
-        nodes.append(Node(op_type, domain, name, attributes, given, tuple(outputs), scope))
+        inputs = tuple("" if tensor is None else tensor.name for tensor in node.inputs)
+        nodes.append(Node(op_type, domain, name, attributes, inputs, tuple(outputs), scope))
     return nodes, {
         name: _constant(tensor.stored) for name, tensor in read.items() if tensor.stored is not None
     }

@@ -102,11 +102,11 @@ def _lowered(step: Step, inputs: Sequence[Value]) -> Any:
 def _describe(node: Node, inputs: Sequence[Value]) -> str:
     parts = []
     for name, value in zip(node.inputs, inputs, strict=False):
-        held = value.values if isinstance(value, Dequantized) else value
-        if isinstance(held, ShapeValue):
-            parts.append(f"'{name}' {list(held.entries)}")
-        elif held is not None:
-            parts.append(f"'{name}' {short_name(held.dtype)}{list(held.shape)}")
+        stored = value.values if isinstance(value, Dequantized) else value
+        if isinstance(stored, ShapeValue):
+            parts.append(f"'{name}' {list(stored.entries)}")
+        elif stored is not None:
+            parts.append(f"'{name}' {short_name(stored.dtype)}{list(stored.shape)}")
     return f"inputs {', '.join(parts) or 'none'}"
 
 
