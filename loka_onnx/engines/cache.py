@@ -94,9 +94,7 @@ def cache_key(backend: Backend, request: BuildRequest) -> str:
 
 
 class EngineCache:
-    """Cache of engines in a directory that is made on the first write. Beyond `limit_bytes`, the least
-    recently used entries are removed; 0 keeps none.
-    """
+    """Cache of engines in a directory; beyond `limit_bytes` the least recently used go, 0 keeps none."""
 
     def __init__(self, directory: Path, limit_bytes: int) -> None:
         self.directory, self.limit_bytes = directory, limit_bytes

@@ -132,9 +132,7 @@ def squared_error_rows(predictions: Array, labels: Array) -> Rows:
 
 
 def logits_from_probabilities(probabilities: Array, clip: float) -> Rows:
-    """Return finite logits of probabilities, clipped to [clip, 1 − clip]; InternalError for a clip outside
-    (0, ½).
-    """
+    """Return finite logits of probabilities in [clip, 1 − clip]; InternalError for a clip outside (0, ½)."""
     if not 0.0 < clip < 0.5:
         raise InternalError("a probability clip lies between 0 and one half", evidence=f"clip is {clip:g}")
     p = np.clip(probabilities.astype(np.float64), clip, 1.0 - clip)
@@ -158,9 +156,7 @@ def base_rate_entropy(labels: Array, weights: Array | None = None) -> float:
 
 
 def normalized_entropy(logits: Array, labels: Array, weights: Array | None = None) -> float:
-    """Return the mean log loss over the entropy of the base rate, 1 for a model that knows only that; NaN
-    where every label is of one class.
-    """
+    """Return mean log loss over the entropy of the base rate; NaN where every label is of one class."""
     loss = weighted_mean(log_loss_rows(logits, labels), weights)
     return _ratio(loss, base_rate_entropy(labels, weights))
 

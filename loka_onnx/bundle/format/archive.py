@@ -212,9 +212,7 @@ def _opened(path: Path) -> Iterator[_Archive]:
 
 
 def _copy(archive: _Archive, target: Path | None, progress: Progress) -> dict[str, int]:
-    """Check every byte of an archive, and write its files to a directory, if one is given; return the places
-    of contents by their digests.
-    """
+    """Check every byte, write files to a directory, if given, and return places of contents by digest."""
     entries = [(MANIFEST_NAME, len(archive.text), digest_bytes(archive.text))]
     if archive.signature is not None:
         entries.append((SIGNATURE_NAME, len(archive.signature), digest_bytes(archive.signature)))

@@ -188,9 +188,7 @@ def write_pointer(store: Store, name: str, digest: str) -> None:
 
 
 def resolve_in(store: Store, reference: Reference) -> str:
-    """Digest of the manifest of the bundle of a reference; `UserError` if there is none, `BundleInvalid` if
-    the pointer of its name is damaged.
-    """
+    """Digest of a reference's manifest; UserError without one, BundleInvalid for a damaged pointer."""
     if reference.digest is not None:
         return reference.digest
     remedy = "give URL#name or URL#sha256:<digest>; `loka-onnx bundle list URL` shows the names"

@@ -87,9 +87,7 @@ class Chosen:
     otherwise: ProductStrategy
 
     def products(self, sizes: Sequence[int]) -> PerSite:
-        """Return, for each site, the allowed candidate with the smallest sum over batch sizes; the library's
-        exact product where none is allowed.
-        """
+        """Return each site's allowed candidate of the smallest sum over `sizes`; else the exact library."""
         choices: dict[str, ProductStrategy] = {each.site: ScaledMatMul() for each in self.measured}
         allowed = (each for each in self.measured if not each.obstacle)
         timed = sorted((sum(each.us[size] for size in sizes), each.kernel, each.site) for each in allowed)

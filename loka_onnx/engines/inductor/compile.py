@@ -145,9 +145,7 @@ def batch_programs(batch: BatchRange, *, static: bool) -> tuple[Program, ...]:
 
 
 def input_ports(graph: onnx.GraphProto, ids: Mapping[str, Sequence[range | None]]) -> tuple[InputPort, ...]:
-    """Inputs of a graph, of bounded ids (`id_bounds`); refuses dynamic axes besides the batch, and other
-    types than NumPy's.
-    """
+    """Inputs of a graph, of bounded ids (`id_bounds`); refuses open axes but the batch, and unknown types."""
     ports = []
     for value in graph.input:
         kind = value.type.tensor_type

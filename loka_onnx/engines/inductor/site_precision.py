@@ -90,9 +90,7 @@ def _is_fast(node: Any, operator: str, types: Sequence[str]) -> bool:
 
 
 def entering_types(graph: Any, names: Collection[str]) -> dict[str, tuple[str, ...]]:
-    """Element types of the floating and INT8 tensors that enter the operators of ONNX nodes from other nodes;
-    a node without operators is left out.
-    """
+    """Types of the floating and INT8 tensors that enter the operators of each ONNX node from other nodes."""
     entering: dict[str, dict[str, None]] = {}
     for node in graph.nodes:
         name = _mark(node)

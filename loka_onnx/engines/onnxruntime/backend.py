@@ -266,9 +266,7 @@ def _write_integers(model: onnx.ModelProto, engine: Path, request: BuildRequest)
 
 
 def _first_that_loads(engine: Path, settings: IoBindingSettings, device: int) -> IoBindingSettings:
-    """Return the settings, without CUDA graphs if a node on the CPU, or one that allocates, prevents
-    recording.
-    """
+    """Return the settings, without CUDA graphs if a node on the CPU or an allocation prevents recording."""
     simpler = without_graphs(settings)
     try:
         IoBindingSession(engine, settings, device=device, writes=True).close()

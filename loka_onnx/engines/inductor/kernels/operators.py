@@ -138,9 +138,7 @@ def _readable(tensor: Tensor) -> Tensor:
 
 @operator("ConcatQuantize", domain=DOMAIN, raw=True, wide=(2,))
 def concat_quantize(node: Node, a: Value, b: Value, out_scale: Value) -> tuple[Tensor, ...]:
-    """Lower a Concat of columns (M, a) and (M, b) to X in the base type, if `wide`, and X / `out_scale`; on
-    CUDA by `triton_concats.concat_quantize`.
-    """
+    """Lower a Concat of columns (M, a) and (M, b) to X in the base type, if `wide`, and X / `out_scale`."""
     left, right = node.tensor(a), node.tensor(b)
     half, wide = TORCH_TYPES[node.get("base", 1)], bool(node.get("wide", 1))
     scale = _number(node, out_scale)

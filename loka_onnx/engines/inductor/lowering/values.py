@@ -86,9 +86,7 @@ class Constant:
 
 @dataclass(frozen=True)
 class ShapeValue:
-    """A few numbers, plain or symbolic, for a tensor of type `dtype`: of rank 0 if `scalar`, else of shape
-    (len(entries),).
-    """
+    """Numbers, plain or symbolic, of a tensor of rank 0 if `scalar`, else of shape (len(entries),)."""
 
     entries: tuple[Number, ...]
     dtype: torch.dtype = torch.int64
