@@ -268,7 +268,7 @@ def stored_bytes(tensor: onnx.TensorProto) -> int:
 
 
 def place_table(table: onnx.TensorProto, directory: Path, link: bool) -> onnx.TensorProto:
-    """Return a reference to a table's file from a directory; the file is linked or copied if needed."""
+    """Return a table with its file in `directory`, where it is linked, or copied, if it is not there yet."""
     placed = onnx.TensorProto()
     placed.CopyFrom(table)
     for entry in placed.external_data:

@@ -157,7 +157,7 @@ def stability_index(profile: MagnitudeHistogram, live: MagnitudeHistogram) -> fl
 
 
 def octave_counts(histogram: MagnitudeHistogram) -> dict[int | None, int]:
-    """Return the elements of each nonempty octave [2ᵉ, 2ᵉ⁺¹), by e; the zeros under None."""
+    """Return the number of elements in each nonempty octave [2ᵉ, 2ᵉ⁺¹), by e; of zeros under None."""
     octaves: dict[int | None, int] = {None: histogram.zeros} if histogram.zeros else {}
     for index, count in enumerate(histogram.counts, histogram.first):
         if count:

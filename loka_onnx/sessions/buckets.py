@@ -37,7 +37,9 @@ class Piece:
 
 
 def pieces_of(rows: int, sizes: Sequence[int]) -> tuple[Piece, ...]:
-    """Split a request: the largest of ascending sizes while it is full, then the smallest for the rest."""
+    """Split a request: the largest of ascending sizes while it is full, then the smallest that holds the
+    rest. EngineError without rows or sizes.
+    """
     if rows < 1 or not sizes:
         raise EngineError(
             "E0905 no program serves this batch",

@@ -41,8 +41,8 @@ def device_of_architecture(architecture: str) -> str:
 
 
 def is_target(target: str, architecture: str) -> bool:
-    """True if latencies on this machine hold for a target of the run file. A target that is not a known
-    device, or a device here whose driver name is unknown, is assumed to match.
+    """True if latencies measured here hold for a target of the run file: always on the processor, and where
+    the target, or the driver's name of the device here, is unknown.
     """
     if architecture == CPU or target not in ACCELERATORS:
         return True

@@ -64,7 +64,7 @@ class Refusal:
 
 
 def form_of(source: Source) -> Form | Refusal:
-    """The model that serves an engine, or why there is none; a `BundleError` as of `ports_of`."""
+    """Return the model that serves an engine, or the reason why there is none; raises as `ports_of`."""
     if not has_spec(source.entry.backend):
         return Refusal(f"Triton has no backend for engines of {source.entry.backend}")
     spec = get_spec(source.entry.backend)

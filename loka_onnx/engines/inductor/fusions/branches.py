@@ -238,7 +238,7 @@ class _Writer:
         return self.graph.constant(f"{self.name}.constant", np.stack(padded))
 
     def add_join(self, node: Node, stack: Tensor) -> None:
-        """Add what replaces a Concat of all branches: their stack, transposed and reshaped."""
+        """Replace a Concat of all branches by their stack, transposed and reshaped."""
         shape = [each or 0 for each in node.reads(0).shape or ()]
         axis = node.attrs["axis"] % len(shape)
         order = [*range(1, axis + 1), 0, *range(axis + 1, len(shape) + 1)]
@@ -249,7 +249,7 @@ class _Writer:
         )
 
     def add_part(self, branch: int, stack: Tensor, result: Tensor) -> None:
-        """Add what replaces the result of one branch: its slice of the stack."""
+        """Replace the result of one branch by its slice of the stack."""
         bounds = [self.numbers(number) for number in (branch, branch + 1, 0)]
         inputs = [self.add("Slice", [stack, *bounds], stack), bounds[2]]
         self.graph.replace("Squeeze", self.graph.fresh_name(f"{self.name}/branch"), inputs, [result], {})
