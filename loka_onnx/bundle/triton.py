@@ -59,7 +59,7 @@ from loka_onnx.errors import (
 LOOKED_UP = "looked_up/"
 """Prefix of the names of tensors between the steps of an ensemble."""
 RECORD_NAME = "loka-onnx.json"
-"""File of a repository that says what this project wrote into it."""
+"""File of a repository that lists the files that this project wrote into it."""
 BYTE_CODE = "__pycache__"
 """Directory that Python writes beside the models of the Python backend when a server runs them."""
 
@@ -364,8 +364,8 @@ def _check_destination(destination: Path, bundle: Path) -> None:
 
 
 def _why_in_the_way(destination: Path) -> str:
-    """Reason why what is at a place may not be replaced by a repository; empty where it may: an empty
-    directory, or a repository in which everything is as this project wrote it, or missing.
+    """Reason why a repository may not replace an existing path; empty where it may: an empty directory, or a
+    repository in which everything is as this project wrote it, or missing.
     """
     try:
         if not destination.is_dir():

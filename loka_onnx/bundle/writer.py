@@ -80,7 +80,7 @@ FP8_TOLERANCE = 0.05
 An activation on a rounding boundary may fall to the other side on another host, and moves by an eighth of
 itself: the same experiment with FP8 in two layers moved one row in 4000 by 0.018, and a batch of one row
 differed from the whole by 0.0025. This is about the error of FP8 itself, so the self-test finds a broken
-engine and not one that runs another precision; `EngineArtifact.sites` is what says the precision.
+engine and not one that runs another precision; `EngineArtifact.sites` says the precision.
 """
 FALLBACK_ID = "fallback-fp32"
 LEAST_DRIVER: Mapping[int, str] = {11: "450.80.02", 12: "525.60.13", 13: "580"}

@@ -117,7 +117,7 @@ class GraphModel:
 
     @classmethod
     def read_back(cls, exported: Exported) -> GraphModel:
-        """Return what `load` would read of the written model; weights are shared."""
+        """Return the model as `load` would read it from the written file; weights are shared."""
         return cls.from_proto(exported.copy_headers(exported.tables), Path("/"), exported.detached)
 
     def save(self, path: Path, *, link_tables: bool = True) -> str:

@@ -11,8 +11,8 @@ among them. A tensor that a further product reads as well belongs to the logit e
 **Residual stream.** A block adds to its own input: ``x' = x + f(x)``, with at least one product in f, as
 DCNv2's cross layer ``x0 ⊙ (W·x + b) + x`` (arXiv 2008.13535, equation 1). Rounding the stream loses a part of
 x in every block: BF16 2⁻⁹, FP8 nothing, because Q/DQ stand at the operands of products. FP32 for the stream
-is offered for deep models, and is not the default. Which Add reads what has been through a product since is
-kept in bit sets.
+is offered for deep models, and is not the default. Bit sets hold the operands of Adds that a tensor depends
+on, at all and through a product.
 """
 
 from __future__ import annotations

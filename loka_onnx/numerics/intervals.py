@@ -55,7 +55,7 @@ class Ends(Enum):
 
     STUDENT = "student"
     ONE_MORE = "one more"
-    """Of what is never negative: the upper end is further out by the largest unit."""
+    """For nonnegative values: the upper end is further out by the largest unit."""
     BERNSTEIN = "bernstein"
     """Empirical Bernstein's, for heavy tails."""
     BY_SKEWNESS = "by skewness"

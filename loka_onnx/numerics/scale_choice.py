@@ -38,7 +38,7 @@ from loka_onnx.numerics.scales import range_scaling, round_up_to_bfloat16
 STEPS_PER_OCTAVE = 16
 """Scales that `mse` tries in each octave; BF16 has 128."""
 OCTAVES_BELOW = 10
-"""How far below amax the range may end; of a normal distribution 99 % of the energy would saturate there."""
+"""Octaves below amax where the range may end; of a normal distribution 99 % of the energy saturates there."""
 
 Values = npt.NDArray[np.float64]
 

@@ -329,7 +329,7 @@ def is_program(entry: EngineEntry) -> bool:
 
 
 def obstacle(entry: EngineEntry, wanted: Part, *, is_trusted: bool) -> Skipped | None:
-    """Why an engine is not tried on this host for a part of the model; None where it is."""
+    """Reason why an engine is not tried on this host for a part of the model; None where it is."""
     obstacles = list(_before_the_library(entry, wanted, is_trusted=is_trusted))
     if obstacles:
         cause = obstacles[0][0]

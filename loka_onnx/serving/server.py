@@ -286,7 +286,7 @@ class _Service:
         await self._refuse_large(request, "it has more bytes")
 
     async def _refuse_large(self, request: Request, evidence: str, *, begun: bool = True) -> NoReturn:
-        """Drop what a client still sends: a connection closed on it may lose the answer (RFC 9112, 9.6)."""
+        """Read and drop the rest of a body: an early end may lose the answer (RFC 9112, 9.6)."""
         with suppress(TimeoutError):
             async with asyncio.timeout(min(DRAIN_SECONDS, self._body_seconds)):
                 while begun and (await request.receive()).get("more_body"):

@@ -143,7 +143,7 @@ def _exchange(first: Path, second: Path) -> bool:
 
 
 def remove_leftovers(destination: Path) -> None:
-    """Remove what interrupted writers of a directory have left beside it, where it may be written."""
+    """Remove stages of interrupted writers of a directory, if its parent may be written."""
     with contextlib.suppress(OSError), _locked(destination.parent):
         _remove_leftovers(destination, f".{destination.name}.staged-")
 

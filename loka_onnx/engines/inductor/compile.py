@@ -104,7 +104,7 @@ def compile_engine(request: BuildRequest, into: Path, compilers: Compilers) -> P
 
 
 def planned_graph(model: Path, *, fuses: bool) -> PlannedGraph:
-    """Read the planned model and fuse it; prints what is fused and what is declined."""
+    """Read the planned model and fuse it; prints fused and declined matches."""
     graph = PlannedGraph.load(model)
     report = fuse(graph) if fuses else FusionReport({}, {})
     for name, reasons in report.declined.items():

@@ -89,7 +89,7 @@ class FasterProducts:
         return units
 
     def _read(self, nodes: Names) -> Names:
-        """Return what nodes read and do not make, without constants."""
+        """Return inputs of a group of nodes that come from other nodes, without constants."""
         inside = [node for node in self._nodes if node.output[0] in nodes]
         outputs = {name for node in inside for name in node.output}
         return Names(reads_of(inside)) - outputs - self._stored - {""}

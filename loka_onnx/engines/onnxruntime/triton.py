@@ -56,7 +56,7 @@ def _settings(source: Source) -> IoBindingSettings | None:
 def _session(
     source: Source, provider: Provider, settings: IoBindingSettings | None
 ) -> tuple[Fields, tuple[str, ...]]:
-    """Fields of the optimization policy, and what could not be said in them."""
+    """Fields of the optimization policy, and remarks on settings that it cannot hold."""
     remarks: list[str] = []
     fields: list[tuple[str, Any]] = []
     is_float8 = holds_float8(onnx.load(os.fspath(source.path), load_external_data=False))

@@ -50,7 +50,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Form:
-    """A model, and what Triton does otherwise than this project's own loader."""
+    """A model, and remarks on differences between Triton and this project's own loader."""
 
     model: BackendModel
     remarks: tuple[str, ...] = ()
@@ -58,7 +58,7 @@ class Form:
 
 @dataclass(frozen=True)
 class Refusal:
-    """Reason why Triton does not serve an engine, and what serves it instead."""
+    """Reason why Triton does not serve an engine, and the way to serve it instead."""
 
     reason: str
 

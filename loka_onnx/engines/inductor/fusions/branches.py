@@ -39,7 +39,7 @@ Step = tuple[Node, ...]
 
 
 def stacked_branches(graph: PlannedGraph, node: Node) -> Fused | None:
-    """Compute a product and what follows it together with its twins in other branches; declines none."""
+    """Batch a product and the nodes behind it with their twins in other branches; declines none."""
     first = _twins(graph, node) if _is_linear(node) else ()
     steps = _followed(first) if len(first) > 1 else []
     products = [step for step in steps if is_plain(step[0])]
@@ -91,7 +91,7 @@ def _twins(graph: PlannedGraph, node: Node) -> Step:
 
 
 def _form(node: Node) -> tuple[Any, ...] | None:
-    """Form of a linear, and of what makes its source; None for other nodes."""
+    """Form of a linear and of the producer of its source; None for other nodes."""
     if not node.outputs or not _is_linear(node):
         return None
     maker = node.reads(0).producer
@@ -144,7 +144,7 @@ def _followed(first: Step) -> list[Step]:
 
 
 def _twin(node: Node, tensor: Tensor, branch: int, packs: dict[int, list[Tensor]]) -> Node | None:
-    """The reader of a tensor that computes in a branch what a node computes in the first."""
+    """The reader of a tensor in a branch that computes the same as a node of the first branch."""
 
     def is_alike(mine: Tensor | None, theirs: Tensor | None) -> bool:
         if mine is None or theirs is None or not (mine.is_read and theirs.is_read):

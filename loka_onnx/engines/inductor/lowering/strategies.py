@@ -118,7 +118,7 @@ class Epilogue:
 
 
 class Multiplied(NamedTuple):
-    """A computed product: what its epilogue gives, or the result (…, M, N) alone, and how it was computed."""
+    """A computed product: outputs of its epilogue, or the result (…, M, N) alone, and how it was computed."""
 
     outputs: tuple[Tensor, ...]
     site: CompiledSite
