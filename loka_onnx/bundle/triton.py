@@ -123,8 +123,7 @@ def export_triton(bundle: Path, repository: Path, options: TritonOptions) -> Tri
     """Write a model repository atomically; an old one of this project is replaced as a whole. Raises
     BundleInvalid if the bundle does not verify, or a file changed while it was copied, BundleError if the
     model has inputs or outputs that Triton cannot have, ConfigError for an engine that is not in the bundle,
-    or that Triton cannot serve, OutputError if the place cannot be written, or holds something that this
-    project did not write.
+    or that Triton cannot serve, OutputError if the place cannot be written, or holds anything else.
     """
     destination = Path(os.path.realpath(repository))
     _check_destination(destination, Path(os.path.realpath(bundle)))

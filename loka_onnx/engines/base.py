@@ -170,9 +170,8 @@ class Backend(ABC):
     def build(self, request: BuildRequest) -> EngineArtifact:
         """Build one engine in a child process, run its first batches if this machine can, and publish it.
 
-        `request.output` is replaced as a whole, and stays where no engine is published; the child's log
-        (``.log``) is beside it. The artifact is READY, BUILT_NOT_RUN or DECLINED with the reason, or FAILED
-        with the evidence.
+        `request.output` is replaced as a whole, or stays; the child's log (``.log``) is beside it. The
+        artifact is READY, BUILT_NOT_RUN or DECLINED with the reason, or FAILED with the evidence.
 
         Raises:
             ModelError: The model or the sample is missing.

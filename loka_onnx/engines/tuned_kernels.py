@@ -262,8 +262,7 @@ def _cast(
 ) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
     """Quantize step of values and an inverse scale, as in engines; compiled on an accelerator for each row
     length and any number of rows. Only for a known length can the compiler show that a thread's output is in
-    one word; the reset keeps PyTorch from making a changed length dynamic, which would discard earlier
-    kernels.
+    one word; the reset keeps PyTorch from making it dynamic, which would discard earlier kernels.
     """
     import torch
 

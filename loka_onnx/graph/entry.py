@@ -45,8 +45,7 @@ from loka_onnx.sessions.model_files import nested_nodes
 OPSET = 21
 """Lowest operator set written: FP8 Q/DQ is complete there in every engine."""
 OLDEST_OPSET = 11
-"""Oldest operator set accepted: the default of PyTorch 1.3 and tf2onnx of its day. Mods fuse its decomposed
-norms."""
+"""Oldest operator set accepted: the default of PyTorch 1.3 and its day's tf2onnx. Mods fuse its norms."""
 GROUP_SCALES_END = 21
 """Operator set from which GroupNormalization has a scale for each channel; before, for each group."""
 _PRODUCTS = ("QLinearMatMul", "QLinearConv", "MatMulInteger", "ConvInteger")

@@ -22,8 +22,7 @@ def move(
     node: Node, tensor: Tensor, numbers: Numbers, lengths: Mapping[str, int], other: int = 0
 ) -> list[Numbers]:
     """Return the outputs of a node, with `numbers` for its input `tensor`, `other` for operands of a Concat,
-    and `lengths` of named dimensions besides the tensor's. ValueError if the operator, or an operand, is not
-    known.
+    and `lengths` of named dimensions besides the tensor's. ValueError for unknown operators.
     """
     if node.op == "Concat":
         axis = int(node.attrs["axis"])

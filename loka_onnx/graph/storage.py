@@ -1,8 +1,8 @@
 """Model files and their external weights.
 
 Weights over 2 GB work because large embedding tables are never read: an external initializer that is only
-data of Gather stays a reference into its file. Taking a model in copies the file, and every later copy of the
-model links that one.
+data of Gather stays a reference into its file. Taking a model in copies the file; later copies of the model
+link it.
 """
 
 from __future__ import annotations

@@ -10,8 +10,7 @@ variance is the textbook s²/n with ddof = 1. For a ratio R = Σwa/Σwb, ψ_i = 
 method, which includes the denominator's own error. For one group the interval is infinite.
 
 **Few rows that carry a sum.** Student's t needs a variance. KL is never negative, and few rows may carry it:
-the sample then misses values beyond its largest, and the upper end is too low far more often than stated. So
-(`Ends`)
+the sample then misses values beyond its largest, and the upper end is too low far too often. So (`Ends`)
 
 * for a sum of nonnegative values the upper end moves out by the largest Ψ_g. The next unit is beyond all seen
   with probability 1/(G + 1), and a tail that falls faster than x⁻² has about that much beyond its largest;

@@ -15,8 +15,7 @@ those of the first binade e₀, add as much as it does; so that, with the geomet
 An integer format has steps of d = 1 throughout. Beyond the largest number M everything becomes M and adds (t
 − M)³/3. The only approximation is the even spread in a bin: bins are an eighth of an octave, E4M3's own
 steps. Values at a few points (flags, counts) are predicted badly, so the probe measures the chosen scale.
-With a zero point, M is another for negative values; magnitudes that both signs reach are taken as half
-negative.
+With a zero point, M is another for negative values; half of those that both signs reach count as negative.
 
 Sources: the even-spread model of rounding is Bennett, "Spectra of Quantized Signals" (1948); choosing an FP8
 range by squared error is in Kuzmin et al., "FP8 Quantization: The Power of the Exponent" (arXiv 2208.09225).

@@ -1,7 +1,6 @@
 """Scales from ranges.
 
-The scale is amax / max, with a zero point the width of the range / max, rounded *up* to a BF16 number (8-bit
-significand):
+The scale is amax / max, with a zero point range / max, rounded *up* to BF16 (8-bit significand):
 
 - rounding up keeps amax / scale ≤ max, so nothing in the range saturates (with a zero point, which is rounded
   too, by no more than half a step); it costs at most 2⁻⁷ of the format's range;

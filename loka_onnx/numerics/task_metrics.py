@@ -111,8 +111,8 @@ def softplus(z: Array) -> Rows:
 
 def log_loss_rows(logits: Array, labels: Array) -> Rows:
     """Return the log loss of each row in nats, from its logit. L = y·softplus(−z) + (1 − y)·softplus(z): both
-    terms are positive, so a confident and right prediction keeps its small loss, which softplus(z) − y·z
-    would cancel.
+    terms are positive, so a confident and right one keeps its small loss, which softplus(z) − y·z would
+    cancel.
     """
     y = labels.astype(np.float64)
     return y * softplus(-logits) + (1.0 - y) * softplus(logits)

@@ -42,8 +42,7 @@ from loka_onnx.sessions.dlpack import CUDA, borrow
 from loka_onnx.sessions.runner import Arrays, Buffers, Runner, to_rows
 
 WARM_UPS = 2
-"""Runs of each batch size before an engine is returned: some sessions capture a CUDA graph in the second
-run."""
+"""Runs of each batch size before an engine is returned: some sessions capture a graph in the second."""
 
 
 @dataclass(frozen=True)

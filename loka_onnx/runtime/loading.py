@@ -7,8 +7,7 @@ obstacle, and no vendor's library imported for it.
 
 Order of trial: engines built for this very device, by its driver's name (to which timings belong); then for
 the architecture of an accelerator here; then for the processor. Among equals, those built by the installed
-version of their library; then in the manifest's order, which is the order of choice. The FP32 model is always
-last.
+version of their library; then in the manifest's order, that of choice. The FP32 model is last.
 """
 
 from __future__ import annotations

@@ -4,8 +4,7 @@ A request may hold arrays of NumPy or of any library with DLPack. Arrays in host
 Arrays on a CUDA device stay there for an engine on that device, and are otherwise copied to the host.
 
 The answer has the library and device of the request if all of its arrays share one known library (PyTorch,
-CuPy) and one device; otherwise it is NumPy's. No library is imported here: the maker of a request's arrays
-has imported it.
+CuPy) and one device; otherwise it is NumPy's. No library is imported here: the caller has imported it.
 """
 
 from __future__ import annotations

@@ -53,8 +53,7 @@ _CLOSE = {"Connection": "close"}
 @dataclass(frozen=True)
 class Limits:
     """Limits of a server: largest body, and sum of bodies without an answer; most requests that wait or run;
-    longest time from the head of a request to the end of its body, and for its rest once the server shuts
-    down.
+    longest time from the head of a request to its end, and for its rest at a shutdown.
     """
 
     body_bytes: int = 64 << 20

@@ -55,8 +55,7 @@ class BackendSpec(ABC):
     @abstractmethod
     def open(self, engine: Path, architecture: str, version: str, options: SessionOptions | None) -> Runner:
         """Load an engine that comes from elsewhere, by its main file, with `options` of an ONNX Runtime
-        session. Raises a LokaError if it does not load, or the library has another version than `version`, if
-        any.
+        session. Raises a LokaError if it does not load, or the library is not of `version`, if any.
         """
 
     @abstractmethod

@@ -1,8 +1,7 @@
 """CUDA driver calls for loading and running a TensorRT engine, without a CUDA package.
 
 Every host with an NVIDIA GPU has the driver library; binding it with `ctypes` keeps frameworks off a fleet
-host. Functions: CUDA Driver API reference, sections Device, Primary Context, Memory, Stream and Graph
-Management.
+host. Functions: CUDA Driver API reference, Device, Primary Context, Memory, Stream and Graph Management.
 """
 
 from __future__ import annotations

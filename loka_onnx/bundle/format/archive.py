@@ -4,8 +4,7 @@ Entries are the manifest, the signature where there is one, and the files in the
 files with one content only the first is there. Entries are stored uncompressed and dated 1980-01-01, so an
 archive follows byte for byte from the bundle. A reader checks that: the entries must be those that the
 manifest lists, with its sizes and digests, and `zipfile`, which writes them again, must give every byte of
-the archive; no header of it is followed. Contents are copied to a staged directory, which takes its place
-last.
+the archive; no header of it is followed. Contents are staged in a directory first.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ _NO_SAMPLE = (OSError, ValueError, EOFError, MemoryError, zipfile.BadZipFile, zl
 
 def verify_bundle(directory: Path) -> Manifest:
     """Verify that a bundle is complete and holds nothing else. BundleInvalid for a missing, extra, altered or
-    special file, a link, a path outside the bundle, or a manifest that is too large, not JSON, of an unknown
+    special file, a link, a path outside the bundle, or a manifest that is too large, not JSON, of another
     schema, or contradictory.
     """
     return verify_directory(directory).manifest

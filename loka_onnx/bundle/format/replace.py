@@ -52,8 +52,8 @@ def staged_file(
     """Yield a path for a new file that replaces `destination` when the block ends without an error.
 
     As `staged_directory`. The file is staged beside `beside`, by default `destination`: a closed-world
-    directory must never hold anything but the finished file. `check` is called last, while no directory can
-    replace `beside`.
+    directory must never hold anything but the finished file. `check` comes last, while nothing can replace
+    `beside`.
     """
     anchor = destination if beside is None else beside
     with _stage(anchor) as stage:

@@ -9,8 +9,8 @@ Layout 1, under the URL of the registry::
     uploads/                          files being written, in a local directory only
 
 Blobs never change, so a push sends only missing parts and bundles share equal files. A manifest is written
-after every blob that it lists, and a pointer after the manifest: an interrupted push leaves every name at a
-complete bundle.
+after every blob that it lists, and a pointer after the manifest: after an interruption every name has a whole
+bundle.
 """
 
 from __future__ import annotations

@@ -44,8 +44,8 @@ class TransferOptions:
 
 class Store:
     """Files under a URL that fsspec opens, or in a local directory; may be used from several threads. Calls
-    raise `BundleError` if the registry cannot be reached, and `UserError` without the right to do so, or for
-    another kind of URL.
+    raise `BundleError` if the registry cannot be reached, `UserError` without the right, or for another kind
+    of URL.
     """
 
     def __init__(self, url: str, options: TransferOptions | None) -> None:

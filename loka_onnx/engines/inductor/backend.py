@@ -76,9 +76,8 @@ class Compilers:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables to set before PyTorch reads them: kernels, autotuning results and compiler probes stay in
-        the caches that the environment names, else in this user's, because plans of one model share most
-        kernels.
+        """Variables to set before PyTorch reads them: kernels, tuning results and compiler probes stay in the
+        environment's caches, else this user's, as plans of a model share most kernels.
         """
         caches = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
         variables = {

@@ -4,12 +4,10 @@ A GPU finishes the kernels of a ranker faster than a CPU can launch them one by 
 size the launches are therefore captured once into a CUDA graph (CUDA C++ Programming Guide, section CUDA
 Graphs) and replayed for each request. A graph uses fixed addresses: all inputs of a request are written one
 behind the other into pinned host memory. The graph moves these bytes to the device first and the outputs back
-last, so that a request is one launch and one wait, and no call of PyTorch. `gpu` holds every call of the
-vendor.
+last, so that a request is one launch and one wait. `gpu` holds every call of the vendor.
 
 Ids whose valid values are all int32 (`InputPort.fits_int32`) are moved as such, and widened on the device.
-The host looks for others, which no table has, while the device works: such a request runs once more, as
-int64.
+The host looks for others while the device works: such a request runs once more, as int64.
 """
 
 from __future__ import annotations

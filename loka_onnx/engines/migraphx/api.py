@@ -79,9 +79,8 @@ def why_no_target(migraphx: Any, target: str) -> str:
 
 def parse_onnx(migraphx: Any, model: Path, dims: Mapping[str, Sequence[int]]) -> Any:
     """Parse a model of the dialect for one batch size, with every axis of every input in `dims`: a range
-    fails at the parse of LayerNormalization and Q/DQ, and a dynamic axis silently becomes 1. The program's
-    instructions carry the names of ONNX nodes where this release supports that. Raises ModelError on a
-    refusal.
+    fails at the parse of LayerNormalization and Q/DQ, and a dynamic axis silently becomes 1. Instructions
+    carry the names of ONNX nodes where this release supports it. Raises ModelError on a refusal.
     """
     options: dict[str, Any] = {}
     if DEBUG_SYMBOLS in (migraphx.parse_onnx.__doc__ or ""):
@@ -198,8 +197,7 @@ def run_program(
     migraphx: Any, program: Any, inputs: Mapping[str, npt.NDArray[Any]]
 ) -> list[npt.NDArray[Any]]:
     """Run a compiled program on every parameter, in its type and shape; return copies of its outputs.
-    `migraphx.argument` does not keep inputs alive, so they are referenced here. Raises EngineError on a
-    failure.
+    `migraphx.argument` does not keep inputs alive: they are held here. Raises EngineError.
     """
     held = {name: np.ascontiguousarray(value) for name, value in inputs.items()}
     arguments = {name: migraphx.argument(value) for name, value in held.items()}

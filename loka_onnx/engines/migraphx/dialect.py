@@ -63,8 +63,7 @@ FORMS: Mapping[str, Float8Form] = {
     # The reference target computes either; E4M3FNUZ needs no retyping.
     CPU: Float8Form.FNUZ,
 }
-"""Architectures whose products take FP8. gfx90a and gfx11 multiply FP32 where the graph has FP8, as a gfx950
-does with FNUZ."""
+"""Architectures whose products take FP8. gfx90a and gfx11 multiply FP32, as gfx950 does with FNUZ."""
 
 
 def write_dialect(model: onnx.ModelProto, folder: Path, form: Float8Form) -> onnx.ModelProto:

@@ -11,12 +11,10 @@ columns of all FP8 products over K equal those of all FP8 sites over K, every su
 they do not, a product may be one site of its size or all sites that read one tensor; with fewer FP8 products
 of a size than that, the fallen-back sites are unknown, and all are reported as fallbacks.
 
-The reference target multiplies in the base precision: a site is simulated there when both factors come from a
-DQ of FP8.
+The reference target multiplies in the base precision: a site of two DQs of FP8 is simulated there.
 
 A program is printed with one line per instruction (``src/instruction.cpp`` of ROCm/AMDMIGraphX): name,
-operator with its attributes, inputs, element type, lengths and strides; newer releases add the names of its
-ONNX nodes::
+operator with its attributes, inputs, type, lengths and strides; newer releases add ONNX nodes::
 
     module: "main"
     x = @param:x -> float_type, {8, 64}, {64, 1}
@@ -138,8 +136,8 @@ def _parse_line(line: str) -> Instruction | None:
 @dataclass(frozen=True)
 class Product:
     """A product of a compiled program. `factors` are the types of the multiplied values, FP8 where they come
-    from a DQ of FP8; `weight` is K and N of the stored factor, None where both are computed; `is_float8`: the
-    device multiplies FP8.
+    from a DQ of FP8; `weight` is K and N of the stored factor, None where both are computed; `is_float8`: FP8
+    is multiplied.
     """
 
     instruction: Instruction
@@ -193,8 +191,8 @@ def _weight(
     program: ProgramText, product: Instruction, inputs: Sequence[Instruction], kind: str
 ) -> tuple[int, int] | None:
     """K and N of the stored matrix of a product, with element type `kind` where given. It is K × N as the
-    second factor and N × K as the first, unless the kernel transposes it: N is a length of the result, and K
-    one of another input.
+    second factor and N × K as the first, unless the kernel transposes it: N is in the result, and K in
+    another input.
     """
     possible = []
     for index, each in enumerate(inputs):

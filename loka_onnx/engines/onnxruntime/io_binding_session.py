@@ -309,8 +309,8 @@ def open_io_binding(
     engine: Path, backend: str, architecture: str, version: str = "", threads: int = 0
 ) -> IoBindingSession:
     """Load an engine with the settings beside it, on the first GPU of its architecture; an empty `version` of
-    ONNX Runtime is not checked. Raises EngineError if settings or compiled programs do not belong to it, or
-    this host cannot run it.
+    ONNX Runtime is not checked. Raises EngineError if settings or programs are not its own, or this host
+    cannot run it.
     """
     settings = serde.read(IoBindingSettings, engine.with_name(SETTINGS_FILE))
     provider = provider_for(backend, architecture)

@@ -7,8 +7,7 @@ A row is stored in d + 4 bytes instead of 4·d::
 
 Each value moves by s[r] / 2 at most, whatever other rows hold, and a row of zeros (padding) stays exactly
 zero. Ids are not constant, so that the optimizer folds none of it back into FP32. Declined, with the reason:
-tables that something else reads than a Gather along axis 0, that hold no finite numbers, or that would not
-shrink.
+tables with other readers than Gather along axis 0, with NaN or infinity, or that would not shrink.
 """
 
 from __future__ import annotations

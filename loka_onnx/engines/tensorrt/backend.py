@@ -18,8 +18,7 @@ Transpose or Flatten between DQ and product                 FP8 × FP8
 LayerNormalization → Q                                      Q is part of the norm's kernel
 ==========================================================  =============================================
 
-The same holds for INT8 with zero point 0, also on sm75 (base FP16) and sm86; UINT8 and other zero points are
-refused.
+The same holds for INT8 with zero point 0, also on sm75 (FP16) and sm86; UINT8 and other zero points fail.
 
 * An FP8 product is a kernel of its own: bias, activation and the next Q form a second one, which a BF16
   product absorbs (``FcAddRelu``). A small FP8 site therefore costs another pass over its output.

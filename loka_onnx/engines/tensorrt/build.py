@@ -6,14 +6,13 @@ selects compute capabilities). Precision flags are never set: precision comes fr
 
 The first optimization profile covers all batch sizes, tuned for the one served most. TensorRT measures
 tactics for the tuned size, and can fold more for a fixed size; with `profile_each_size` each served size
-therefore gets a profile of its own behind the first, which the session prefers. Each profile costs the build
-time of the first.
+therefore gets a profile of its own behind the first, which the session prefers. Each costs the time of the
+first.
 
 Half of a build is measuring tactics. TensorRT can reuse the measurements of an earlier build for the same
 device and version (NVIDIA's developer guide, "Timing Cache"), which have a file below `core.installation`. A
 build replaces the file as a whole, after merging another process's changes under a lock; the first of
-conflicting entries stays. A cache that TensorRT refuses, or that cannot be written, costs time but fails no
-build.
+conflicting entries stays. A cache that is refused, or cannot be written, fails no build.
 """
 
 from __future__ import annotations

@@ -10,8 +10,7 @@ The sum is computed in the lookup's kernel; behind Concat it would cost two more
 
 `split_by_heads`: sites that share an input are one product and a Split of its columns, and attention reads
 each part by heads. Behind FP8 with a scale per output channel, the compiler cuts that product along the parts
-and multiplies in the base precision. It does not when the columns are split by heads, the same movement of
-values::
+and multiplies in the base precision. It does not when they are split by heads, the same movement::
 
     q, k, v = Split(p),  H·D columns each;     Reshape(q) : (…, H, D),  …
     Split(Reshape(p) : (…, ΣH, D)),  H heads each

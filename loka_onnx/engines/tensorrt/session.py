@@ -1,7 +1,6 @@
 """Session of a serialized engine, through the TensorRT API and the CUDA driver.
 
-The vendor module is a parameter of `TensorRtSession`: the calls are equal in `tensorrt_rtx` and `tensorrt` 10
-and 11.
+The vendor module is a parameter: the calls are equal in `tensorrt_rtx` and `tensorrt` 10 and 11.
 
 A batch is copied into page-locked memory, to the device, run, and copied back, all queued on one stream. The
 second time that a tuned batch size comes, this work is captured into a CUDA graph, and is a single launch
@@ -77,8 +76,7 @@ def open_engine(
 class _Instance:
     """An execution context with its graphs and current state: `moves` is `CudaContext.moves` when its buffers
     were set; `is_warm` once it has run with these shapes and buffers. One that serves a single batch size
-    `is_captured`: `graph` copies a batch to the device, runs the engine and copies back; `engine_graph` runs
-    it.
+    `is_captured`: `graph` copies a batch in, runs and copies back; `engine_graph` runs.
     """
 
     context: Any

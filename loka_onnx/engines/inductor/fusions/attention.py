@@ -33,8 +33,7 @@ examples of 8 heads of width 16, 2304 products took 165 µs fused and 137 otherw
 SHORT_KEYS = range(16, 257)
 """Numbers of keys in a tile of our kernel; fewer would be more than half padding."""
 SHORT_QUERIES, SHORT_WIDTH, SHORT_ELEMENTS = 256, 128, 1 << 14
-"""Most queries and head width of our kernel, and elements of its tile of keys (32 KiB; the same for
-values)."""
+"""Most queries and head width of our kernel, and elements of its tile of keys (32 KiB), or values."""
 _SHAPES = {"Expand", "Flatten", "Reshape", "Squeeze", "Tile", "Unsqueeze"}
 MOVEMENTS = _SHAPES | {"Concat", "Gather", "Identity", "Slice", "Split", "Transpose"}
 """Operators through which the lowering passes quantized values."""

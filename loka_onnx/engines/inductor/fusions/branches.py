@@ -8,9 +8,8 @@ f is what follows in all branches alike: elementwise operators, sums over inner 
 the sources are neighbours of one Split (`transforms.linears.merge_parallel_linears`), X is a view, else a
 Concat, for which branches of two products and more pay. A Concat of all branches reads Y.
 
-E products become one, and a kernel of what follows; a part of a Split would be copied in front of our own
-product. Sums are rounded once more than in our product: to the base before the bias is added. Not timed on a
-GPU yet.
+E products become one, and a kernel of f; our own product would copy a part of a Split. Sums are rounded once
+more than there: to the base before the bias is added. Not timed on a GPU yet.
 """
 
 from __future__ import annotations

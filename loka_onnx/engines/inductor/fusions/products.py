@@ -8,8 +8,7 @@ element of its output, in this order, each optional::
     Z, Q(Z)
 
 become one node, even without an epilogue. The lowering computes it by one kernel, or by a library's product
-and kernels of the compiler, whichever is faster at that shape. The gains of the other fusions are not timed
-on a GPU yet.
+and kernels of the compiler, whichever is faster at that shape. The other fusions are not timed on a GPU yet.
 
 Linears merged into one product (`transforms.linears.merge_parallel_linears`), each with its own bias::
 

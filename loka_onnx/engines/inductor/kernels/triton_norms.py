@@ -1,7 +1,6 @@
 """Mixes of tokens and the norm behind them, in one pass over the tokens; a program holds one example.
 
-The interaction half of a factorization machine block, with tokens X (n, d), learned Y (n, k), and γ, β of
-n·k::
+The interaction half of a factorization machine block, with tokens X (n, d), learned Y (n, k), γ and β::
 
     S   =   X · (Xᵀ · Y)                                (n, k)
     out =   (S − mean S) / √(var S + ε) · γ + β         over all n·k values of the example
@@ -9,8 +8,7 @@ n·k::
 A compiler makes three batched products, a transposed copy of X for two of them and a reduction; this kernel
 reads X once and writes only `out`, quantized where Q follows.
 
-A residual block over tokens, with its own tokens F (n_F, d), a learned mix W (n_L, n), n_F + n_L = n, and γ,
-β of d::
+A residual block over tokens, with own tokens F (n_F, d), a learned W (n_L, n), n_F + n_L = n, γ and β of d::
 
     Z    =   concat(F, W · X) + X                            (n, d)
     out  =   (Z − mean Z) / √(var Z + ε) · γ + β             over the d values of each token

@@ -34,8 +34,7 @@ from loka_onnx.engines.inductor.site_precision import MARK
 from loka_onnx.errors import LokaError
 
 _LARGEST_GROWTH = 4
-"""Largest ratio of a folded result's elements to those of its inputs; larger results are computed at run
-time."""
+"""Largest ratio of a folded result's elements to those of its inputs; others are computed at run time."""
 _SMALL = 1 << 14
 """Number of elements up to which a result is always folded."""
 

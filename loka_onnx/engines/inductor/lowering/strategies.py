@@ -86,8 +86,7 @@ class Factors:
 class Epilogue:
     """Elementwise operators behind a product and its bias: with `relu`, negative values become 0, or `slope`
     times the value; `cross` are x0 and x of a cross layer, with the shape of the product, one tensor in the
-    first layer. There is an output in the base precision if `is_wide`, and one in `narrow` if it has a
-    `scale`.
+    first layer. Outputs are in the base precision if `is_wide`, and in `narrow` if it has a `scale`.
     """
 
     cross: tuple[Tensor, ...] = ()
