@@ -43,9 +43,8 @@ class TransferOptions:
 
 
 class Store:
-    """Files under a URL that fsspec opens, or in a local directory; may be used from several threads. Calls
-    raise `BundleError` if the registry cannot be reached, `UserError` without the right, or for another kind
-    of URL.
+    """Files under a URL that fsspec opens, or in a local directory; may be used from several threads.
+    BundleError if the registry cannot be reached, UserError without the right, or for another URL.
     """
 
     def __init__(self, url: str, options: TransferOptions | None) -> None:

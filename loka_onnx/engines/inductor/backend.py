@@ -63,9 +63,8 @@ class Compilers:
 
     @classmethod
     def find(cls, system: tuple[str, str] = SYSTEM) -> Compilers | None:
-        """Compilers to build with, the system's GCC first; None where there are none. A package whose host
-        part was compiled by another tool chain, with its own C++ library, builds without an error and crashes
-        when it is loaded (PyTorch 2.11).
+        """Compilers to build with, the system's GCC first; None where there are none. A package of another
+        tool chain, with its own C++ library, builds without an error and crashes on loading (PyTorch 2.11).
         """
         for pair in (system, (os.environ.get("CXX", ""), os.environ.get("CC", "")), ("g++", "gcc")):
             # A variable may hold arguments as well.

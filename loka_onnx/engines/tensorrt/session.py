@@ -51,8 +51,7 @@ def open_engine(
     spec: TensorRtSpec, engine: Path, architecture: str, version: str = "", *, is_new: bool = False
 ) -> TensorRtSession:
     """Deserialize an engine on the first GPU of its architecture, after the driver has answered; an empty
-    `version` of the library is not checked. With `is_new`, it may never have been opened on this host, so
-    that a child process opens it first.
+    `version` of the library is not checked. With `is_new`, a child process opens it first (`first_opening`).
     """
     trt = spec.load_library()
     here = str(trt.__version__)

@@ -70,8 +70,7 @@ class Tensor:
 @dataclass(eq=False)
 class Node:
     """A node of the graph. `op` has its domain unless that is ONNX's own: ``MatMul``, ``loka::Attention``. An
-    omitted optional input is None; `outputs` are empty once another node computes them; `source` is the
-    original node, None for a new one.
+    omitted input is None; `outputs` are empty once another node computes them; a new node has no `source`.
     """
 
     op: str

@@ -8,8 +8,7 @@ one, summed in FP32, INT8 in INT32::
     out  =   Z in the base precision, Z / s in E4M3FN or INT8, or both
 
 cuBLASLt writes Z in the base precision and another kernel reads it to quantize; here Z stays in registers.
-Tiles run in L2 order as in Triton's matrix multiplication tutorial. The fastest tile is measured
-(`choosing`).
+Tiles run in L2 order as in Triton's matrix multiplication tutorial. `choosing` measures tiles.
 
 Few rows and columns make fewer tiles than a GPU has processors, and a long K makes each slow. K may be split:
 programs multiply a part of K each, and a second kernel adds their results in a fixed order and applies the

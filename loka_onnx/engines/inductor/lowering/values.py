@@ -105,8 +105,7 @@ class ShapeValue:
 @dataclass(frozen=True, eq=False)
 class Dequantized:
     """FP8 or INT8 values that represent ``values · scale``, of type `dtype` in the graph. `scale` is FP32, of
-    rank 0, or (channels,) along `axis`, counted from 0; `origin` is the scale as a constant of the graph,
-    None where it is computed.
+    rank 0, or (channels,) along `axis`, counted from 0; `origin` is the scale if it is constant.
     """
 
     values: torch.Tensor
