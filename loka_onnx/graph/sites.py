@@ -9,18 +9,10 @@ from loka_onnx.core.site import Operand, Site, SiteKind
 from loka_onnx.graph.model import GraphModel, Node, is_constant
 from loka_onnx.graph.shape_values import static_shape
 
-NORM_OPS = frozenset(
-    {
-        "LayerNormalization",
-        "RMSNormalization",
-        "SimplifiedLayerNormalization",
-        "GroupNormalization",
-        "InstanceNormalization",
-        "LpNormalization",
-    }
-)
-PRODUCT_OPS = frozenset({"MatMul", "Gemm"})
 _BY_CHANNEL = frozenset({"GroupNormalization", "InstanceNormalization"})
+_BY_AXES = frozenset({"LayerNormalization", "RMSNormalization", "SimplifiedLayerNormalization"})
+NORM_OPS = _BY_CHANNEL | _BY_AXES | {"LpNormalization"}
+PRODUCT_OPS = frozenset({"MatMul", "Gemm"})
 
 
 def is_site(node: Node) -> bool:
@@ -105,10 +97,9 @@ def _contracting_axes(node: Node) -> tuple[int | None, int | None]:
 
 
 def _columns_and_rows(node: Node, operands: Sequence[Operand]) -> tuple[int, int]:
-    """Return output channels, and products per example that share one weight.
-
-    The output of a product is (batch, …, rows, columns), or (experts, batch, columns). With the weight on the
-    left, channels are the rows of that output. A weight of rank 1 has one channel.
+    """Return output channels, and products per example that share one weight. The output of a product is
+    (batch, …, rows, columns), or (experts, batch, columns). With the weight on the left, channels are the
+    rows of that output. A weight of rank 1 has one channel.
     """
     output = static_shape(node.outputs[0])
     weight = operands[1]
