@@ -25,11 +25,9 @@ class SiteKind(StrEnum):
 
 @dataclass(frozen=True)
 class Operand:
-    """Operand of a site, in place `index` among the node's inputs; `constant` if it is an initializer (a
-    weight).
+    """Operand of a site, in place `index` among the node's inputs; `constant` if it is an initializer.
 
-    The product sums over `contracting_axis` of the stored shape (None for the input of a norm); a size is
-    None where it is dynamic.
+    The product sums over `contracting_axis` of the stored shape (None for a norm); dynamic sizes are None.
     """
 
     tensor: str

@@ -67,11 +67,7 @@ class Fault:
 
 
 def find_fault(rule: ColumnRule, raw: RawColumn, file_rows: Array) -> Fault | None:
-    """Find the first breach in this order: nulls, not finite, not whole, outside the type, outside the
-    embedding table.
-
-    `file_rows` are the indices in the file of the rows, (rows,).
-    """
+    """Find the first breach (null, not finite, not whole, type, ids); `file_rows` (rows,) are of the file."""
     if rule.nullable:
         return None
     values, if_null = raw.values, rule.if_null or "drop the rows or fill the values"
