@@ -56,10 +56,7 @@ class Simulated:
 def try_corrections(
     specs: Sequence[OutputSpec], reference: Reference, plain: Simulated, biased: Simulated | None
 ) -> tuple[OutputCorrection, ...]:
-    """Judge every variant on the selection split and decide.
-
-    `biased` is the plan with corrected biases; None where no site has one to correct.
-    """
+    """Judge every variant on the selection split; `biased` is None where no site has a bias to correct."""
     columns, groups = reference.predictions.columns, reference.units.groups
     tried: dict[str, tuple[Trial, ...]] = {}
     for spec in specs:
