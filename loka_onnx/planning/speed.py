@@ -119,9 +119,7 @@ class Speed:
         return Interval(exp(middle), exp(middle - half), exp(middle + half), 1.0 - risk, loads)
 
     def is_slower(self, other: Speed, noise: float) -> bool:
-        """True if this engine is surely slower, by more than `noise`; of engines timed apart their medians
-        decide, after `MOST_LOADS` the median over loads.
-        """
+        """True if surely slower by more than `noise`; engines timed apart are compared by their medians."""
         times = self.over(other)
         if times is None:
             return self.ratio(other) > 1.0 + noise
@@ -154,10 +152,7 @@ def rivals(speeds: Mapping[str, Speed]) -> dict[str, Speed]:
 
 
 def not_slower(speeds: Mapping[str, Speed], noise: float) -> list[str]:
-    """Return the ids of the fastest engine and of those not surely slower than any, the fastest first.
-
-    `noise` is the relative difference that counts for nothing.
-    """
+    """Return the id of the fastest engine, then of those not slower than any by more than `noise`, surely."""
     fastest = min(speeds, key=lambda name: speeds[name].per_row_us)
     close = (n for n in speeds if not any(speeds[n].is_slower(other, noise) for other in speeds.values()))
     return [fastest, *(name for name in close if name != fastest)]
