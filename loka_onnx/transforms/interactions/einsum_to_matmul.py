@@ -111,7 +111,6 @@ def _transposes(match: Contraction) -> int:
 
 
 def _arranged(model: GraphModel, letters: str, tensor: Tensor, wanted: str, name: str) -> Tensor:
-    """A tensor with its axes in another order."""
     if letters == wanted:
         return tensor
     permutation = [letters.index(letter) for letter in wanted]

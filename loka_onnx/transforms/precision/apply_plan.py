@@ -104,10 +104,7 @@ def apply_plan(model: ModelArtifact, plan: PrecisionPlan, form: PlanForm, target
 
 
 def check_plan(plan: PrecisionPlan, digest: str, nodes: Collection[str] | None = None) -> None:
-    """Check that a plan, which may come from a file, is for this model.
-
-    Raises TransformError if the plan was made for another model.
-    """
+    """Raise TransformError if a plan, which may come from a file, was made for another model."""
     evidence, named = "", {*plan.quantized_sites, *(wide.node for wide in plan.wide)}
     if plan.model_digest != digest:
         evidence = f"it names {plan.model_digest[:12]}, the model is {digest[:12]}"
