@@ -108,8 +108,8 @@ class ReportData:
 
     def evaluation(self, engine: str, split: str) -> Evaluation | None:
         """Return the evaluation of an engine on a split; None for none."""
-        found = (e for e in self.evaluations.evaluations if (e.engine, e.split) == (engine, split))
-        return next(found, None)
+        same = (e for e in self.evaluations.evaluations if (e.engine, e.split) == (engine, split))
+        return next(same, None)
 
     def outputs(self, engine: str, split: str) -> tuple[OutputEvaluation, ...]:
         """Return the outputs of an engine that were judged on a split."""
