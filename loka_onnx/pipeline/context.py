@@ -33,9 +33,7 @@ LABEL_ROWS = 65536
 
 @dataclass(frozen=True)
 class RunSettings:
-    """A run before its model is exported: `looks` at certification, which divide its error, and the private
-    key that signs its bundle.
-    """
+    """A run before its model is exported; `looks` are certification attempts, which divide its error."""
 
     config: RunConfig
     directory: RunDirectory

@@ -117,8 +117,8 @@ class Correcting:
         quantized = [plan for plan in plans if plan.quantized_sites]
         if not self.context.config.plan.corrections or not quantized:
             return CorrectionSet()
-        found = {plan.id: _failed(plan, why) for plan in quantized if (why := self._why_hopeless(plan))}
-        able = [plan for plan in quantized if plan.id not in found]
+        fitted = {plan.id: _failed(plan, why) for plan in quantized if (why := self._why_hopeless(plan))}
+        able = [plan for plan in quantized if plan.id not in fitted]
         if able:
             for plan, site in product(able, self.model.sites):
                 if site.name in plan.quantized_sites:
@@ -126,8 +126,8 @@ class Correcting:
             means = self.context.path(SCRATCH) / "means.onnx"
             fit = fit_biases(self.model, able, self.context.specs, self.calibration, means)
             reference = self._reference()
-            found |= {plan.id: self._tried(plan, fit, reference) for plan in able}
-        return CorrectionSet(tuple(found[plan.id] for plan in quantized))
+            fitted |= {plan.id: self._tried(plan, fit, reference) for plan in able}
+        return CorrectionSet(tuple(fitted[plan.id] for plan in quantized))
 
     def _reference(self) -> Reference:
         if self.most is None:

@@ -146,7 +146,7 @@ class Climbing:
     def climb(self, kind: str) -> Climb | None:
         """Return the highest rung of all sites that may run in a kind of plan, for the first attempt.
 
-        None where a mixed plan would have one format, which is left out, or is searched by kernel times.
+        None if a mixed plan would have one format, which is left out, or is searched by kernel times.
         """
         planner = self._planner(kind)
         start = planner.start_ladder() if planner.has_ladder else None

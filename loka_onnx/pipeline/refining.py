@@ -155,8 +155,6 @@ class Bench:
 
 @dataclass(frozen=True)
 class _Proposal:
-    """A plan before its engine is built."""
-
     plan: PrecisionPlan
     origin: Origin = Origin.RUN_FILE
     parent: str = ""
@@ -336,8 +334,8 @@ class _Loop:
 
     def _judge(self, trials: Sequence[_Trial]) -> None:
         if trials:
-            found = self._bench.judge([trial.engine for trial in trials])
-            for trial, evaluation in zip(trials, found, strict=True):
+            evaluations = self._bench.judge([trial.engine for trial in trials])
+            for trial, evaluation in zip(trials, evaluations, strict=True):
                 trial.evaluation = evaluation
         self.judged += trials
 

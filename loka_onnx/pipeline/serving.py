@@ -95,9 +95,7 @@ def measure_throughput(judging: Judging, results: Results, choice: Choice) -> Th
 def under_load(
     engines: Sequence[EngineArtifact], evidence: Evidence, choice: Choice, batches: Sequence[int]
 ) -> Iterator[Loaded]:
-    """Yield at each batch size the chosen engine and the best without FP8, as far as they run here,
-    unsimulated.
-    """
+    """Yield, at each batch size, the chosen engine and the best without FP8 that really run here."""
     here = {
         engine.id: engine for engine in engines if engine.status is BuildStatus.READY and not engine.simulated
     }
@@ -159,12 +157,12 @@ def _measure(judging: Judging, loaded: Loaded) -> Throughput:
             inputs = [judging.taken_by_engines(each, engine.part) for each in drawn]
             served = Served.of(runners, inputs[0], serving.inputs)
             measured = replace(measured, inputs=served.inputs)
-            found = find_highest_rate(served.runs, inputs, options)
+            rate = find_highest_rate(served.runs, inputs, options)
         except StageError as error:
             return replace(measured, failure=str(error))
     return replace(
         measured,
-        capacity_per_s=found.capacity_per_s,
-        requests_per_s=found.requests_per_s,
-        trials=found.trials,
+        capacity_per_s=rate.capacity_per_s,
+        requests_per_s=rate.requests_per_s,
+        trials=rate.trials,
     )
