@@ -166,7 +166,6 @@ _received: list[int] = []
 
 
 def _run(line: list[str], log: JsonLog | None) -> int:
-    """Run the command; returns its exit code."""
     try:
         # Errors of usage are printed by typer, unless they must become a record.
         result = app(line, prog_name="loka-onnx", standalone_mode=log is None, obj=log)
@@ -222,7 +221,7 @@ _LACKS = {
 
 
 def _lack(error: Exception) -> str:
-    """What the host ran out of; empty where the error is of another kind."""
+    """The resource that the host ran out of, in words; empty for an error of another kind."""
     if isinstance(error, MemoryError):
         return _LACKS[errno.ENOMEM]
     if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
@@ -237,7 +236,7 @@ class _UsageError(Protocol):
     exit_code: int
 
     def format_message(self) -> str:
-        """What is wrong, in words."""
+        """The fault, in words."""
 
 
 def _end(number: int, frame: FrameType | None) -> None:
