@@ -132,7 +132,7 @@ def diagnose(model: Path | None = None) -> Diagnosis:
 
 
 def check_run(config: RunConfig) -> RunFacts:
-    """Do what a run does first, and leave nothing; errors are those of `pipeline.accepting.accept`."""
+    """Do the checks of a run, and leave no file; raises as `pipeline.accepting.accept`."""
     with TemporaryDirectory() as place:
         path = Path(place) / "run"
         with RunDirectory.create(path, {}, {}, force=False, resume=False) as directory:

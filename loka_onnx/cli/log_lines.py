@@ -121,7 +121,7 @@ class JsonLog:
         line = asdict(LogLine(LogLine.SCHEMA, now, level, event, **fields))
         said = {k: round(v, 3) if isinstance(v, float) else v for k, v in line.items() if v is not None}
         with self._lock:
-            # ASCII: whatever the encoding of the stream, and whatever others wrote, a line is one line.
+            # ASCII is the same in every encoding of the stream, and leaves a record on one line.
             self._stream.write(json.dumps(said) + "\n")
             self._stream.flush()
 

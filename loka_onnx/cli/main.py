@@ -129,11 +129,11 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 
 def _leave(code: int) -> NoReturn:
-    """End the process; that what was printed cannot be written is an error, and no traceback."""
+    """End the process; output that cannot be written is reported as an error, without a traceback."""
     try:
         sys.stdout.flush()
     except OSError as error:
-        # The interpreter would try again, and say so in its own way.
+        # Python would flush again at exit, and print a message of its own.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = code or _report(error, None, is_debug=False)
     sys.exit(code)

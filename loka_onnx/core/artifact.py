@@ -149,5 +149,5 @@ class ModelArtifact:
 
     @property
     def product_flops(self) -> int:
-        """2·M·N·K per example over every product, site or not, as far as shapes say."""
+        """2·M·N·K per example over every product, site or not, as far as shapes are known."""
         return product_flops(self.sites, self.other_products)

@@ -81,7 +81,7 @@ class Site:
 
 
 def high_error_parts(sites: Iterable[Site]) -> dict[str, str]:
-    """Sites whose loudest channels are a product of their own, each with the name of that product."""
+    """Sites whose high-error channels are a product of their own, each with the name of that product."""
     names = {site.name for site in sites}
     return {name: f"{name}{HIGH_ERROR}" for name in sorted(names) if f"{name}{HIGH_ERROR}" in names}
 

@@ -329,7 +329,7 @@ class _Preflight:
             one, other = (session.run(rows) for rows in pair.batches)
         except (ModelError, EngineError):
             return ""
-        # Chance is a fault in an integer too.
+        # A random integer is a fault too.
         for kinds in ("fiub",) if pair.fault is Fault.RANDOM else ("f", "iub"):
             for node, name in self._tensors():
                 if (

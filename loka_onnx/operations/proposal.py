@@ -1,7 +1,6 @@
 """A run file proposed from a model and rows.
 
-What can be read from the two is written down; what was guessed is marked, and what could not be matched is
-listed with candidates. Nothing is guessed silently: an output's kind decides the loss.
+Guesses are marked: an output's kind decides the loss. Inputs without columns are listed with candidates.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ def build_all(
             tell()
         return [future.result() for future in names]
     finally:
-        # Nothing is left to do where all went well; otherwise what runs is ended, and waited for.
+        # After an error, running children are ended and awaited.
         stop.set()
         with interrupts_held():
             pool.shutdown(cancel_futures=True)

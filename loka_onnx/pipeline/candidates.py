@@ -358,7 +358,7 @@ def build_engines(
 
 
 def _job_files(jobs: Path) -> list[Path]:
-    """Files of jobs; their results come from elsewhere, and are told by their digests."""
+    """Files of jobs without their results, which other hosts write."""
     return [file for file in _files_below(jobs) if file.relative_to(jobs).parts[1:2] not in {(), (RESULT,)}]
 
 

@@ -1,7 +1,7 @@
-"""The constants of each FP8 plan: fitted on calibration rows, kept or not by what they do on selection rows.
+"""The constants of each FP8 plan: fitted on calibration rows, kept if they help on selection rows.
 
-Both are simulated: the planned model in FP32, with Q/DQ as it is, in ONNX Runtime. What a backend then makes
-of the plan and its corrections is measured on its engine like everything else.
+Both are simulated: the planned model in FP32, with Q/DQ as it is, in ONNX Runtime. The engine of a plan with
+corrections is measured like every other.
 """
 
 from __future__ import annotations

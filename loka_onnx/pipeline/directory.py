@@ -446,7 +446,7 @@ def locked(directory: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        # Removed while locked: who waited with this file open sees that it is no longer of that name.
+        # Removed while locked: a waiting process sees that its open file has lost the name.
         with suppress(OSError):
             file.unlink()
         os.close(descriptor)

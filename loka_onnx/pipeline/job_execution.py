@@ -1,4 +1,4 @@
-"""Executing a build job, on the host that has what it takes: build, first inference, latency, outputs.
+"""Executing a build job, on a host with its device: build, first inference, latency, outputs.
 
 On a Ray cluster a node offers a device as a custom resource of its name (``ray start --resources
 '{"nvidia-h100": 1}'``), of which a job takes one. As with calibration (`calibration.passes.ray_executor`),

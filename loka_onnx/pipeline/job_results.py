@@ -88,7 +88,7 @@ def merge_result(result: JobResult, directory: Path, output: Path, root: Path) -
     if not artifact.is_built or artifact.path is None:
         return replace(artifact, detail=f"{where}: {artifact.detail}")
     if result.failure:
-        # As of an engine of this host: one that fails where it belongs has lost by that.
+        # An engine that fails on its own device has failed, as on this host.
         detail = f"built {where}, where it failed behind its first batches: {result.failure}"
         return replace(artifact, path=None, bytes=0, digest="", status=BuildStatus.FAILED, detail=detail)
     inner = artifact.path.relative_to(artifact.path.parts[0])

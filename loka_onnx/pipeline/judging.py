@@ -175,7 +175,7 @@ class Judging:
         `beyond` the budget cannot be chosen, and get no further loads. Failures are of engines that do not
         open or fail, or whose lookup does.
         """
-        # The most exact first: a tie is theirs.
+        # The most exact first: they win ties.
         ready = sorted((e for e in engines if e.status is BuildStatus.READY), key=_eight_bit_sites)
         kinds = sorted({_kind(e) for e in ready}, key=str)
         sizes, done = len(kinds) * FIRST_LOADS * len(self.context.config.batch.serve), count(1)
@@ -208,7 +208,7 @@ class Judging:
                     left = [engine for engine in left if engine.id in close and not is_late]
                 if not left:
                     break
-                # No engine is always the first to be loaded, where memory is left.
+                # Engines take turns in being loaded first, with more memory left.
                 turned = [*left[index % len(left) :], *left[: index % len(left)]]
                 timed = self._load(turned, kind, options)
                 failures |= timed.failures

@@ -1,4 +1,4 @@
-"""Climbing the ladders of plans, and going down again where what was selected misses on certification.
+"""Climbing the ladders of plans, and going down again if a selected plan misses on certification.
 
 There is a ladder for each planned eight-bit precision, and one for both together (`mixed`). One switchable
 model (`calibration.effects.switchable`) holds every site that may run in it, exact and rounded. A rung is one
@@ -86,7 +86,7 @@ def climb_ladders(context: Context, modified: ModelArtifact, profile: Profile) -
 
 
 def attempt_again(judging: Judging, results: Results) -> Results:
-    """Lower rungs, one after the other, as long as what was selected misses → `attempt-<n>.json`."""
+    """Lower rungs, one after the other, as long as the selected plan misses → `attempt-<n>.json`."""
     options = choice_options(judging.context.config)
     for number in range(1, len(SHARES)):
         engines = choosable(results.engines.engines)

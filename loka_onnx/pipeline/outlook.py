@@ -99,7 +99,7 @@ def look_ahead(context: Context) -> Outlook:
     try:
         trial = _tried(context)
     except LokaError:
-        # Calibration tells what it is, and with all rows.
+        # Calibration raises the error, on all rows.
         return Outlook(advice=(*_budgets(context), *_room(context)))
     blocked = {b.name: b.build_blocker(a) for _, b, a in buildable(context.config) if b.name != "onnxruntime"}
     unknown = tuple(name for name, blocker in blocked.items() if not blocker)

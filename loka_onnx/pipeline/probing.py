@@ -267,9 +267,8 @@ def with_partners(model: ModelArtifact, names: Collection[str]) -> frozenset[str
 def with_sites(earlier: Profile, later: Profile, model: ModelArtifact) -> Profile:
     """Replace sites of the earlier profile by those of the later one, for a model that has them all.
 
-    Facts of all sites hold for each: rows are the fewest of both, and intervals are those that hold
-    at any number of rows where either was stopped by what it saw. The later profile has partners
-    (`with_partners`) too; the model decides which sites there are, and their order.
+    Rows are the fewest of both profiles; intervals hold at any number of rows if one of them stopped early.
+    The later profile has partners (`with_partners`) too; the model decides the sites and their order.
     """
     entries = {entry.site: entry for entry in (*earlier.sites, *later.sites)}
     again = {entry.site for entry in later.sites}

@@ -131,7 +131,7 @@ def _measure(judging: Judging, loaded: Loaded) -> Throughput:
         p99_us=1e3 * (serving.p99_ms or 0.0),
         seconds=serving.trial_seconds,
         seed=serving.seed,
-        # How many a bisection takes shows when it has ended.
+        # The number of trials of a bisection is not known before its end.
         on_trial=lambda: progress(f"{task}, trial {next(trials)}", 0, 0),
     )
     measured = Throughput(

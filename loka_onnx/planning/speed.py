@@ -14,10 +14,10 @@ least squares over all engines timed together gives s², the variance of ε, wit
 values less fitted means; a slow load slows all engines and cancels. Two engines with n loads in common differ
 by the mean of their n differences ± t·s·√(2/n), with t the quantile of Student's distribution for `risk`,
 divided by the number of pairs of engines (Bonferroni), of batch sizes judged one by one, and of `ANALYSES`.
-A tie goes to the most exact engine, so after the first only engines are loaded again that are not told apart
-from the fastest, where one of them looks faster than the most exact, and after the second where it looks much
-faster, as on a busy host. If it still does after the last, by the median over loads (`LOOKS_APART`), an
-interval that holds 1 is too wide to show a tie, and that median decides.
+A tie goes to the most exact engine. So only engines that may still be the fastest are loaded again: after the
+first load if one of them looks faster than the most exact, after the second if it looks much faster, as on a
+busy host. If it still does after the last, by the median over loads (`LOOKS_APART`), an interval that holds 1
+is too wide to show a tie, and that median decides.
 Engines timed apart have only the ratio of medians, without an interval: it contains differences of machines
 and days.
 

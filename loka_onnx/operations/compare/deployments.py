@@ -349,7 +349,7 @@ def _time(
     with device_alone(next((e.architecture for e in engines if e.architecture != CPU), CPU)):
         for index in range(options.loads):
             with ExitStack() as stack:
-                # Neither is always the one that memory is left for, or that goes first.
+                # Sides take turns in being loaded and timed first, with more memory left.
                 sides = (b, a) if index % 2 else (a, b)
                 loads.append(
                     measure_interleaved(
@@ -392,7 +392,7 @@ def _latency_row(
     if ratio is None:
         return row(what, *sides, verdict=numbers.NOT_MEASURED, note=note)
     if not ratio.rows:
-        # It has no width because nothing is known, not because it is sure.
+        # Its spread is unknown, which gives it no width.
         verdict = told("{}; too few loads for an interval", number("×{:.3f}".format, ratio.value))
         return row(what, *sides, verdict=verdict, note=note)
     # Within `NOISE` two loads of one and the same engine differ for certain.

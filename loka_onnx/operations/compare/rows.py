@@ -51,7 +51,7 @@ class RowOptions:
         labels: Column of the label by output; under `ONLY` that of the only one. `weights` likewise.
         group: Column of rows that belong together; None for what the run says.
         slices: Columns whose values are judged apart; empty for what the run says.
-        inputs: Columns of each input by its name; what is left out is as the run says, or else by name.
+        inputs: Columns of each input by its name; others are as the run says, or else by name.
         rows: Use so many rows from the first on; None for all.
         budget: Largest accepted ΔNE of every output, finite and at least 0; None for those that are recorded.
         run: The run directory that says columns, group and slices.
@@ -82,7 +82,7 @@ class JudgedRows:
     """Rows with the outputs that are judged on them.
 
     Attributes:
-        unjudged: Why other outputs are not, by name; how far they moved is measured all the same.
+        unjudged: Why other outputs are not, by name; their change is measured as well.
         unanswered: The part of these that the bundles record or the caller asked for.
         budget_source: Origin of the budgets, in words; `basis`: that of the rows.
         notes: Conditions of the comparison, each a sentence without its full stop.
@@ -128,7 +128,7 @@ def open_rows(a: Side, b: Side, data: Path, options: RowOptions) -> JudgedRows:
             unjudged[name] = unanswered[name] = WITHOUT_LABEL
             continue
         unjudged.pop(name, None)
-        # Without a label there is no AUC to hold against anything.
+        # Without a label there is no AUC.
         guard = None if label is None else output.get("max_auc_drop")
         specs.append(OutputSpec(**output | {"label": label, "max_auc_drop": guard}))
     group, slices = options.group, options.slices

@@ -256,7 +256,7 @@ class DriftReport:
     Attributes:
         batch_rows: Rows of a batch, the unit of every test; 0 where the profile knows none.
         family_wise: Largest probability of any false alarm.
-        basis: Whose sites the prediction of ΔNE adds up, as in ``plan fp8-safe``.
+        basis: Origin of the sites that the prediction of ΔNE adds up: ``plan fp8-safe``.
         synthetic: Whether any row of the profile was generated.
         not_judged: Why nothing could be judged, and the remedy; where it is empty, no alarms means no drift.
     """

@@ -180,7 +180,7 @@ def _configured(before: EarlierRun, model: Path, options: RefreshOptions) -> Run
     name = f"{before.directory.name}-{model.stem}"
     output = options.output or before.directory.with_name(name)
     values |= {"model": section, "output": str(output.absolute())}
-    # What targets multiply may be seen differently from this host.
+    # This host may detect other formats of the targets.
     plan = values.get("plan") or {}
     if not plan.get("formats") and before.profile.precisions:
         values["plan"] = {**plan, "formats": [str(precision) for precision in before.profile.precisions]}
@@ -199,7 +199,7 @@ def _configured(before: EarlierRun, model: Path, options: RefreshOptions) -> Run
 
 @dataclass
 class _Attempt:
-    """One try to keep what the earlier run decided, with what is known of it so far."""
+    """An attempt to keep the earlier run's decisions, with its results so far."""
 
     settings: RunSettings
     before: EarlierRun
