@@ -94,10 +94,9 @@ class Wide:
 class Decision:
     """The precision of one site; recipe and scales are there if it is quantized.
 
-    Attributes:
-        weight_scale: One scale, or one per output channel; of an interaction, that of its second activation;
-            empty without any. `weight_zero_point` is that of the second activation too.
-        activation_zero_point: Not 0 in asymmetric formats only; zero points of 0 are left out of documents.
+    `weight_scale` is one scale, or one per output channel; of an interaction, it and `weight_zero_point` are
+    of the second activation. `activation_zero_point` is not 0 in asymmetric formats only; documents leave out
+    zero points of 0.
     """
 
     site: str

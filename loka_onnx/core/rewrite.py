@@ -105,10 +105,8 @@ USERS = "users"
 class SharedUsers:
     """The request form of a model whose `inputs` are equal within a request (`model/request.json`).
 
-    Attributes:
-        record: What was rewritten, or why nothing was.
-        times_us: Median time of a request in FP32 in ONNX Runtime on the CPU: a row for each candidate, and
-            the request form; empty where it was not timed.
+    `record` has the rewrites, or why there are none. `times_us` are median times of a request in FP32 in ONNX
+    Runtime on the CPU: with a row for each candidate, then in request form; empty if it was not timed.
     """
 
     SCHEMA: ClassVar[str] = "request/1"

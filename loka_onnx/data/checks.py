@@ -25,13 +25,11 @@ class RawColumn:
 
 @dataclass(frozen=True)
 class ColumnRule:
-    """Rule of a column.
+    """Rule of a column, whose values become `dtype`; None keeps the stored type.
 
-    Attributes:
-        dtype: NumPy name of the type to convert to; None keeps the stored type.
-        ids: Allowed ids of each value in a row, or of all; None without a bound.
-        nullable: Whether nulls and non-finite numbers are values like any other, as in a slice.
-        if_null: Remedy for a null, where there is more than to drop or to fill it.
+    `ids` are those allowed for each value in a row, or for all; None without a bound. If it is `nullable`,
+    nulls and non-finite numbers are values, as in a slice. `if_null` is a remedy other than dropping or
+    filling a null.
     """
 
     column: str

@@ -37,13 +37,10 @@ _KIND_NAMES = {
 
 @dataclass(frozen=True)
 class Layout:
-    """Content to read from a file.
+    """Content to read from a file; `columns` (labels, weights, group, slices) are returned as stored.
 
-    Attributes:
-        bindings: Columns of each model input.
-        columns: Further columns, returned as stored: labels, weights, group, slices.
-        nullable: Those of `columns` in which a null is a value, returned as None: slices.
-        keys: Run-file keys of columns that are no input, for messages (``outputs[0].label``).
+    In `nullable` columns (slices) a null is a value, returned as None. `keys` are run-file keys of columns
+    that are no input, for messages (``outputs[0].label``).
     """
 
     bindings: tuple[InputBinding, ...]
@@ -54,11 +51,10 @@ class Layout:
 
 @dataclass(frozen=True)
 class ColumnInfo:
-    """Metadata of a column.
+    """Metadata of a column; `kind` is NumPy's character of the stored type, "?" if it cannot be read.
 
-    Attributes:
-        kind: NumPy kind character of the stored type; "?" for a type that cannot be read.
-        width: Values in a row of lists, None where the file does not state it; 0 for a scalar column.
+    `width` is the number of values in a row of lists, None if the file does not state it; 0 for a scalar
+    column.
     """
 
     kind: str

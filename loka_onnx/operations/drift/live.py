@@ -64,13 +64,11 @@ DEFAULT_BATCH_ROWS = 512
 
 @dataclass(frozen=True)
 class Baseline:
-    """Model and profile that live data are compared with.
+    """Model and profile that live data are compared with; labels of `outputs` are not read.
 
-    Attributes:
-        outputs: Judged outputs; labels are not read.
-        counted: Sites that ΔNE is predicted for, those that run in FP8; None for the linear sites that could.
-        basis: Origin of those sites, for the reader.
-        columns: Names of the columns of an activation, by its name; "" for one without. For the reader.
+    `counted` are the sites in FP8, which ΔNE is predicted for, and `basis` is their origin, for the reader;
+    None for the linear sites that could run in FP8. `columns` names the columns of an activation, "" for one
+    without.
     """
 
     model: ModelArtifact

@@ -213,13 +213,11 @@ class SiteDrift:
 
 @dataclass(frozen=True)
 class OutputDrift:
-    """Predicted effect of the changed FP8 error on one output.
+    """Predicted effect of the changed FP8 error on one output; its `budget` is None if unknown.
 
-    Attributes:
-        budget: Largest accepted relative loss increase; None where unknown.
-        kl: Sum of the counted sites' KL in the profile, relative to the loss there; `live_kl` in the live
-            data, relative to the same loss (unknown without labels), None where no site is counted.
-        standard_error: Of the difference of both.
+    `kl` is the sum of the counted sites' KL in the profile, relative to the loss there. `live_kl` is that in
+    the live data, relative to the same loss (unknown without labels); None if no site is counted.
+    `standard_error` is of their difference.
     """
 
     output: str

@@ -34,15 +34,11 @@ _LARGEST_PATTERN = 100
 
 @dataclass(frozen=True)
 class DecomposedNorm:
-    """A normalization read from primitives.
+    """A normalization read from primitives, over negative, ascending `axes`.
 
-    Attributes:
-        axes: Normalized axes, negative, ascending.
-        epsilon: Summand of the mean of squares.
-        is_mean: Whether squares are averaged; added otherwise.
-        module: Path in the name of the last node (``<module>/<op>``); empty at the top of the model.
-        inner: Every node of the pattern; only `result` may be read from outside.
-        factor: Multiplies the scale; a power of two.
+    `epsilon` is added to the mean of squares, or to their sum unless `is_mean`. `module` is the path in the
+    name of the last node (``<module>/<op>``); empty at the top of the model. `inner` is every node of the
+    pattern, of which only `result` may be read from outside. `factor`, a power of two, multiplies the scale.
     """
 
     source: Tensor

@@ -41,13 +41,10 @@ class PlannedModel:
 
 @dataclass(frozen=True)
 class PlanForm:
-    """Form in which a plan is written for a backend.
+    """Form in which a plan is written for a backend, with precision `base` for everything but FP8 sites.
 
-    Attributes:
-        base: Precision of everything but FP8 sites.
-        fusions: Kernels of the backend that Q/DQ must not split.
-        corrections: Fitted constants to add; None for none.
-        shared: Inputs that are equal within a request, for the request form; empty for plain rows.
+    Q/DQ must not split `fusions`, kernels of the backend. `corrections` are fitted constants to add. `shared`
+    are inputs that are equal within a request, for the request form; empty for plain rows.
     """
 
     base: Precision
