@@ -204,11 +204,28 @@ def test_nan_stays_and_infinity_saturates() -> None:
 def test_a_concatenation_with_its_q(widths: tuple[int, int], rows: int, base: Any) -> None:
     """With a first part that tiles divide, and one that they do not."""
     a, b = Draw(torch.float32)(rows, widths[0]), Draw(base)(rows, widths[1])
-    wide, narrow = concat_quantize(a, b, 64.0, base, True, FP8)
+    wide, narrow = concat_quantize(a, b, None, 0, 64.0, base, True, FP8)
     assert torch.equal(wide, torch.cat([a.to(base), b], dim=1))
     assert_quantized(narrow, wide.double() * 64, relative=0.0, absolute=0.0)
-    (alone,) = concat_quantize(a, b, 64.0, base, False, FP8)
+    (alone,) = concat_quantize(a, b, None, 0, 64.0, base, False, FP8)
     assert torch.equal(bits(alone), bits(narrow))
+
+
+@pytest.mark.parametrize("base", BASES, ids=str)
+@pytest.mark.parametrize("d", [32, 128])
+@pytest.mark.parametrize("table", [0, 1])
+def test_a_concatenation_looks_rows_of_a_table_up(table: int, d: int, base: Any) -> None:
+    """Ids count from its end, too; one of no row makes NaN in its row alone."""
+    rows, beside = Draw(base)(11, d), Draw(torch.float32)(37, 64)
+    ids = torch.randint(-11, 11, (37, 3), device=rows.device)
+    given, parts = [beside, rows], [beside.to(base), rows[ids].flatten(1)]
+    order = slice(None, None, -1 if table == 0 else 1)
+    wide, narrow = concat_quantize(*given[order], ids, table, 64.0, base, True, FP8)
+    assert torch.equal(wide, torch.cat(parts[order], dim=1))
+    assert_quantized(narrow, wide.double() * 64, relative=0.0, absolute=0.0)
+    ids[3, 1] = 11
+    wide, _ = concat_quantize(*given[order], ids, table, 64.0, base, True, FP8)
+    assert wide.isnan().any(1).nonzero().flatten().tolist() == [3]
 
 
 # Mixes of tokens --------------------------------------------------------------------------------------

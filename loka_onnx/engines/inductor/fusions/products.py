@@ -17,7 +17,8 @@ Linears merged into one product (`transforms.linears.merge_parallel_linears`), e
 have the same sums. Behind the Split, every part is read and written again only for its bias; in front of it,
 the parts are views of the product's output, which `kernels.triton_attention` reads directly.
 
-A concatenation of two matrices with the Q behind it, rounded to the type of X on reading::
+A concatenation of two matrices with the Q behind it, rounded to the type of X on reading; rows that ids look
+up, as of merged embeddings, are read from their table::
 
     X  =  concat(A, B),    X, Q(X)
 
@@ -57,6 +58,8 @@ MULTIPLE = 16
 of K and N of cuBLASLt's FP8 products."""
 MOST_JOINED = 8
 """Most tensors that Inductor computes in the kernel of their concatenation (`max_pointwise_cat_inputs`)."""
+LEAST_COLUMNS = 32
+"""Least columns of a tile of a program that looks rows of a table up: the common divisor of its sizes."""
 _LAYOUT = frozenset({"Reshape", "Unsqueeze", "Squeeze", "Flatten", "Identity"})
 _LIGHT = frozenset({"Add", "Cast", "Div", "Gather", "Mul", "Relu", "Sigmoid", "Slice", "Sub", "Where"})
 
@@ -300,8 +303,31 @@ def quantized_concat(graph: PlannedGraph, node: Node) -> Fused | None:
         raise DeclinedFusion("what it joins are not matrices of known widths")
     if node.attrs.get("axis") not in {1, -1} or any(part.is_constant for part in parts):
         raise DeclinedFusion("it does not join computed columns")
-    inputs = [*(unrounded(graph, part) for part in parts), ends.scale]
+    inputs: list[Tensor | None] = [*(unrounded(graph, part) for part in parts), ends.scale]
     name = graph.fresh_name(f"{node.name}/quantized")
     attrs = {"base": joined.kind, **ends.attributes}
+    widths = [(static(part, 2) or (0,))[0] for part in parts]
+    for position, part in enumerate(inputs[:2]):
+        lookup = None if part is None else _lookup(graph, part)
+        # A tile lies in one part, and in one row of the table.
+        if lookup and not (widths[0] % LEAST_COLUMNS or (static(lookup[0], 2) or (1,))[0] % LEAST_COLUMNS):
+            inputs[position], attrs["table"] = lookup[0], position
+            inputs.append(lookup[1])
+            break
     graph.replace(f"{DOMAIN}::ConcatQuantize", name, inputs, ends.replaced(joined), attrs)
     return Fused(name)
+
+
+def _lookup(graph: PlannedGraph, part: Tensor) -> tuple[Tensor, Tensor] | None:
+    """The table (r, d) and the ids (M, f) of columns (M, f · d) that nothing else reads."""
+    flat = part.producer
+    gather = flat.reads(0).producer if flat is not None and flat.op == "Reshape" else None
+    if flat is None or gather is None or gather.op != "Gather" or gather.attrs.get("axis", 0):
+        return None
+    table, ids = gather.reads(0), gather.reads(1)
+    if not table.is_constant or only_reader(graph, gather.outputs[0]) is not flat:
+        return None
+    depth, fields = static(table, 2), static(ids, 2)
+    if depth is None or fields is None or static(part, 2) != (fields[0] * depth[0],):
+        return None
+    return (table, ids) if only_reader(graph, part) is not None else None

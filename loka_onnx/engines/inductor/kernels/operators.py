@@ -137,17 +137,25 @@ def _readable(tensor: Tensor) -> Tensor:
 
 
 @operator("ConcatQuantize", domain=DOMAIN, raw=True, wide=(2,))
-def concat_quantize(node: Node, a: Value, b: Value, out_scale: Value) -> tuple[Tensor, ...]:
-    """Lower a Concat of columns (M, a) and (M, b) to X in the base type, if `wide`, and X / `out_scale`."""
-    left, right = node.tensor(a), node.tensor(b)
-    half, wide = TORCH_TYPES[node.get("base", 1)], bool(node.get("wide", 1))
-    scale = _number(node, out_scale)
-    if left.is_cuda:
+def concat_quantize(
+    node: Node, a: Value, b: Value, out_scale: Value, ids: Value = None
+) -> tuple[Tensor, ...]:
+    """Lower a Concat of columns (M, a) and (M, b) to X in the base type, if `wide`, and X / `out_scale`.
+
+    With `ids` (M, f), operand `table` is the table (r, d) whose rows are the columns (M, f · d).
+    """
+    parts = [node.tensor(a), node.tensor(b)]
+    half, wide, table = TORCH_TYPES[node.get("base", 1)], bool(node.get("wide", 1)), node.get("table", 0)
+    scale, rows = _number(node, out_scale), None if ids is None else node.tensor(ids)
+    if parts[0].is_cuda:
         from loka_onnx.engines.inductor.kernels import triton_concats as kernels
 
-        parts = (left.contiguous(), right.contiguous())
-        return tuple(kernels.concat_quantize(*parts, _inverse(scale), half, wide, _narrow(node)))
-    joined = torch.cat([left.to(half), right.to(half)], dim=1)
+        operands = [None if each is None else each.contiguous() for each in (*parts, rows)]
+        ends = (_inverse(scale), half, wide, _narrow(node))
+        return tuple(kernels.concat_quantize(*operands, table, *ends))
+    if rows is not None:
+        parts[table] = parts[table][rows].flatten(1)
+    joined = torch.cat([part.to(half) for part in parts], dim=1)
     return Epilogue(scale=scale, narrow=_narrow(node), is_wide=wide).apply(joined)
 
 

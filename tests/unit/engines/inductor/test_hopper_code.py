@@ -113,6 +113,18 @@ def test_a_mix_of_tokens_is_read_along_its_rows(others: int, mix_first: bool) ->
     assert "mma" in made.asm["ptx"]
 
 
+@pytest.mark.parametrize(("da", "db", "columns"), [(0, 128, 128), (64, 0, 64), (0, 32, 32), (0, 0, 128)])
+def test_rows_of_a_table_are_read_in_wide_pieces(da: int, db: int, columns: int) -> None:
+    """As the columns of a matrix are: 16 bytes at once; only ids are numbers on their own."""
+    half = triton_concats.ROWS * triton_concats.COLUMNS // 2
+    constants = {"WA": 3 * da or 128, "WB": 26 * db or 128, "DA": da, "DB": db, "BF16": True, "WIDE": True}
+    constants |= {"BM": half // columns, "BN": columns}
+    kinds = {"ids_ptr": "*i64", "a_ptr": "*bf16", "b_ptr": "*bf16"}
+    made = compiled(triton_concats._loka_concat_quantize_kernel, constants, kinds=kinds, num_warps=4)
+    assert made.asm["ptx"].count("ld.global.v4") >= 2
+    assert made.asm["ptx"].count("st.global.v4") >= 1
+
+
 def short_attention(queries: int, keys: int, width: int, heads: int = 8, **mask: Any) -> Any:
     """Of views of one product, with heads of a token beside each other."""
     shape, row = triton_attention.Shape.of(queries, keys, width), 3 * heads * width

@@ -250,6 +250,37 @@ def test_a_concatenation_is_quantized_as_it_is_written(reader, tmp_path):
         close(each, whole)
 
 
+@pytest.mark.parametrize("depth", [32, 24])
+@pytest.mark.parametrize("first", [True, False])
+def test_rows_of_a_table_are_looked_up_by_the_concatenation(first, depth, tmp_path):
+    """Where tiles of at least 32 columns lie in one row of it."""
+    text = "rows = Reshape(x, flat) left = MatMul(rows, m) top = Slice(rows, begin, end, axis) "
+    text += "scaled = Mul(top, far) ids = Cast<to=7>(scaled) e = Gather(t, ids) r = Reshape(e, wide_shape) "
+    order = "r, left" if first else "left, r"
+    text += f"[cat] joined = Concat<axis=1>({order}) {quantized('joined')}"
+    constants = {"flat": np.array([0, 32]), "m": bf16(32, 32, scale=0.3), "s": np.array(2**-7, BF16)}
+    constants |= {"t": bf16(9, depth, scale=0.5), "wide_shape": np.array([0, 2 * depth])}
+    constants |= {
+        "begin": np.array([0]),
+        "end": np.array([2]),
+        "axis": np.array([1]),
+        "far": np.array(2, BF16),
+    }
+    model = Model((4, 8), text, constants).then("wide = Identity(joined)", "y", "wide")
+    graph, _ = fused(model, tmp_path)
+    (made,) = [node for node in graph.live_nodes() if node.op == f"{DOMAIN}::ConcatQuantize"]
+    assert made.has(3) == (depth == 32)
+    assert ("Gather" in {node.op for node in graph.live_nodes()}) == (depth != 32)
+    c, x = model.wide(), model.rows()
+    rows = rounded(x.reshape(BATCH, 32))
+    looked_up = c["t"][np.trunc(rounded(rows[:, :2] * 2)).astype(int)].reshape(BATCH, -1)
+    parts = [looked_up, rounded(rows @ c["m"])]
+    whole = np.concatenate(parts if first else parts[::-1], axis=1)
+    got, wide = run(graph, x)
+    close_quantized(got, whole, c["s"], absolute=4)
+    close(wide, whole)
+
+
 def test_other_concatenations_are_left_to_the_compiler(tmp_path):
     _, report = fused(joined(more=", rows"), tmp_path)
     assert report.declined["concat-quantize"] == ("cat: it joins 3 tensors, the kernel two",)

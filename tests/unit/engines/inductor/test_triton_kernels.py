@@ -105,14 +105,31 @@ def concat() -> None:
     for m, first, second in ((21, 128, 256), (40, 48, 100), (3, 128, 70)):
         a, b = DRAW(m, first), torch.randn(m, second)
         exact = torch.cat([a, b.to(HALF)], dim=1)
-        wide, narrow = triton_concats.concat_quantize(a, b, 64.0, HALF, True, FP8)
+        wide, narrow = triton_concats.concat_quantize(a, b, None, 0, 64.0, HALF, True, FP8)
         torch.testing.assert_close(wide, exact, rtol=0, atol=0)
         quantized(narrow, exact.double() * 64, 2.0**-4, 2.0**-9)
-        _, whole = triton_concats.concat_quantize(a, b, 64.0, HALF, True, torch.int8)
+        _, whole = triton_concats.concat_quantize(a, b, None, 0, 64.0, HALF, True, torch.int8)
         integers(whole, exact.double() * 64)
         assert whole.min() == -128 and whole.max() == 127
-        (only,) = triton_concats.concat_quantize(a, b, 64.0, HALF, False, FP8)
+        (only,) = triton_concats.concat_quantize(a, b, None, 0, 64.0, HALF, False, FP8)
         assert torch.equal(only.view(torch.uint8), narrow.view(torch.uint8))
+
+
+def lookup_concat() -> None:
+    """Rows of a table on either side, ids from its end, and NaN for ids of no row."""
+    for d, fields, other, table in ((128, 3, 128, 1), (32, 5, 64, 1), (64, 2, 50, 0), (96, 1, 32, 1)):
+        rows, beside = DRAW(11, d), torch.randn(21, other)
+        ids = torch.randint(-11, 11, (21, fields))
+        looked_up = rows[ids].flatten(1)
+        parts = [looked_up, beside.to(HALF)] if table == 0 else [beside.to(HALF), looked_up]
+        exact, given = torch.cat(parts, dim=1), (rows, beside) if table == 0 else (beside, rows)
+        wide, narrow = triton_concats.concat_quantize(*given, ids, table, 64.0, HALF, True, FP8)
+        torch.testing.assert_close(wide, exact, rtol=0, atol=0)
+        quantized(narrow, exact.double() * 64, 2.0**-4, 2.0**-9)
+        ids[3, 0], ids[4, 0] = 11, -12
+        wide, _ = triton_concats.concat_quantize(*given, ids.int(), table, 64.0, HALF, True, FP8)
+        missing = wide.isnan().any(1).nonzero().flatten().tolist()
+        assert missing == [3, 4] and int(wide.isnan().sum()) == 2 * d
 
 
 def token_concat() -> None:
@@ -170,7 +187,7 @@ def attention_masks() -> None:
 
 
 KERNELS = (factorization, token_norm, product, integer_product, half_product, concat, token_concat)
-KERNELS += (attention, attention_masks)
+KERNELS += (lookup_concat, attention, attention_masks)
 
 
 @pytest.fixture(scope="module")
