@@ -7,11 +7,13 @@ reason that does not begin with one of `EXPECTED_SKIPS`, because a test that CI 
 from __future__ import annotations
 
 import atexit
+import gc
 import importlib.util
 import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
@@ -32,6 +34,10 @@ sys.path.append(str(Path(__file__).parent / "support"))
 
 # A mod that fails on a model is left out of a user's run; here it is a defect.
 os.environ.setdefault("LOKA_ONNX_STRICT_MODS", "1")
+
+# A disk takes milliseconds for each of the thousands of files that tests write, and no test cuts the power.
+# A bad descriptor still fails, and child processes still wait for the disk.
+os.fsync = os.fstat
 
 # No test reads or leaves anything in the user's own cache; the workers of xdist share one.
 if "LOKA_ONNX_CACHE" not in os.environ:
@@ -86,6 +92,17 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     if os.environ.get("LOKA_ONNX_EXPECT_NO_SKIP") == "1" and not hasattr(config, "workerinput"):
         config.pluginmanager.register(SkipPolicy(), "loka-onnx-skip-policy")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Modules and collected tests stay: the garbage collector looks at them neither here nor in any test."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
 
 
 class SkipPolicy:
