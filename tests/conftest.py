@@ -13,6 +13,7 @@ import os
 import shutil
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -90,8 +91,19 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "gpu: needs an accelerator; skips as 'needs a GPU' where there is none"
     )
+    # The order is that of `pytest_collection_modifyitems`; xdist would start the file of the demo last.
+    config.option.loadscopereorder = False
     if os.environ.get("LOKA_ONNX_EXPECT_NO_SKIP") == "1" and not hasattr(config, "workerinput"):
         config.pluginmanager.register(SkipPolicy(), "loka-onnx-skip-policy")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Under xdist, files with most tests of the full tier first, so that short files fill up both workers."""
+    if hasattr(config, "workerinput"):
+        tests = Counter(item.path for item in items)
+        slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
+        items.sort(key=lambda item: (-slow[item.path], -tests[item.path], item.path))
 
 
 @pytest.hookimpl(wrapper=True)
