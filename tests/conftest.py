@@ -117,6 +117,11 @@ def pytest_collection() -> Iterator[None]:
         gc.freeze()
 
 
+def pytest_unconfigure() -> None:
+    """At exit everything is freed: nanobind prints what is not."""
+    gc.unfreeze()
+
+
 class SkipPolicy:
     """Collects unexpected skips and fails the session; lives in the controller when xdist is used."""
 
