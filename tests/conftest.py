@@ -7,11 +7,14 @@ reason that does not begin with one of `EXPECTED_SKIPS`, because a test that CI 
 from __future__ import annotations
 
 import atexit
+import gc
 import importlib.util
 import os
 import shutil
 import sys
 import tempfile
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
@@ -32,6 +35,10 @@ sys.path.append(str(Path(__file__).parent / "support"))
 
 # A mod that fails on a model is left out of a user's run; here it is a defect.
 os.environ.setdefault("LOKA_ONNX_STRICT_MODS", "1")
+
+# A disk takes milliseconds for each of the thousands of files that tests write, and no test cuts the power.
+# A bad descriptor still fails, and child processes still wait for the disk.
+os.fsync = os.fstat
 
 # No test reads or leaves anything in the user's own cache; the workers of xdist share one.
 if "LOKA_ONNX_CACHE" not in os.environ:
@@ -84,8 +91,35 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "gpu: needs an accelerator; skips as 'needs a GPU' where there is none"
     )
+    # The order is that of `pytest_collection_modifyitems`; xdist would start the file of the demo last.
+    config.option.loadscopereorder = False
     if os.environ.get("LOKA_ONNX_EXPECT_NO_SKIP") == "1" and not hasattr(config, "workerinput"):
         config.pluginmanager.register(SkipPolicy(), "loka-onnx-skip-policy")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Under xdist, files with most tests of the full tier first, so that short files fill up both workers."""
+    if hasattr(config, "workerinput"):
+        tests = Counter(item.path for item in items)
+        slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
+        items.sort(key=lambda item: (-slow[item.path], -tests[item.path], item.path))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Modules and collected tests stay: the garbage collector looks at them neither here nor in any test."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """At exit everything is freed: nanobind prints what is not."""
+    gc.unfreeze()
 
 
 class SkipPolicy:

@@ -23,8 +23,7 @@ from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
-from scipy.linalg import cho_factor, cho_solve
-from scipy.optimize import nnls
+import scipy
 
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.recipe import Granularity, Recipe
@@ -157,18 +156,18 @@ class _Fit:
         us = np.array([timing.us for timing in timings])
         scale = features.max(axis=0)
         scale[scale == 0.0] = 1.0
-        weights, _ = nnls(features / scale / us[:, None], np.ones(len(us)))
+        weights, _ = scipy.optimize.nnls(features / scale / us[:, None], np.ones(len(us)))
         self._roofline = weights / scale
         self._where = np.array([_coordinates(timing.shape) for timing in timings])
         self._left = np.log(us / (features @ self._roofline))
         self._length, self._variance = self._resemblance()
-        self._factor = cho_factor(self._covariance(self._length))
+        self._factor = scipy.linalg.cho_factor(self._covariance(self._length))
 
     def predict(self, shape: Shape) -> tuple[float, float]:
         """Return microseconds and their relative standard error."""
         at = np.array([_coordinates(shape)])
         near = _matern(_distances(at, self._where) / self._length)[0]
-        solved = cho_solve(self._factor, near)
+        solved = scipy.linalg.cho_solve(self._factor, near)
         us = float(self._features(shape) @ self._roofline) * float(np.exp(solved @ self._left))
         unknown = max(0.0, 1.0 - float(near @ solved))
         return us, float(np.sqrt(self._variance * unknown))

@@ -33,8 +33,7 @@ from itertools import combinations
 from math import fsum, sqrt
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import csr_array
+import scipy
 
 from loka_onnx.core.plan import SpeedVerdict
 from loka_onnx.errors import InternalError
@@ -245,10 +244,10 @@ def _solve_once(
     scale = _VALUE_SCALE / max(float(np.abs(values).max(initial=0.0)), 1e-30)
     if not columns:
         return None if any(fixed.values()) else Solution(frozenset())
-    result = milp(
+    result = scipy.optimize.milp(
         values * scale,
         integrality=np.array([1] * len(columns) + [0] * len(tensors)),
-        bounds=Bounds(0.0, 1.0),
+        bounds=scipy.optimize.Bounds(0.0, 1.0),
         constraints=_constraint(rows, len(columns) + len(tensors)),
         options={"mip_rel_gap": 0.0, "time_limit": SECONDS},
     )
@@ -269,12 +268,12 @@ def _without_idle(problem: Problem, chosen: Sites, fixed: Mapping[str, bool]) ->
     return chosen
 
 
-def _constraint(rows: Sequence[_Row], width: int) -> LinearConstraint:
+def _constraint(rows: Sequence[_Row], width: int) -> scipy.optimize.LinearConstraint:
     entries = [(at, *entry) for at, row in enumerate(rows) for entry in row.entries.items()]
     places, columns, values = np.array(entries).reshape(-1, 3).T
     at = (places.astype(np.int64), columns.astype(np.int64))
-    matrix = csr_array((values, at), shape=(len(rows), width))
-    return LinearConstraint(matrix, [row.least for row in rows], [row.most for row in rows])
+    matrix = scipy.sparse.csr_array((values, at), shape=(len(rows), width))
+    return scipy.optimize.LinearConstraint(matrix, [row.least for row in rows], [row.most for row in rows])
 
 
 class FastSearch:

@@ -14,7 +14,7 @@ from math import ceil, sqrt
 from statistics import fmean, median
 
 import numpy as np
-from scipy.optimize import isotonic_regression
+import scipy
 
 from loka_onnx.core.model_graph import GraphNode, ModelGraph, NodeKind
 
@@ -160,7 +160,7 @@ class _Net:
             row, offsets = self.rows[layer], np.array(self._offsets(layer))
             wished = np.array([wish(vertex) for vertex in row])
             weights = [1.0 if vertex < self.nodes else 4.0 for vertex in row]
-            placed = isotonic_regression(wished - offsets, weights=weights).x + offsets
+            placed = scipy.optimize.isotonic_regression(wished - offsets, weights=weights).x + offsets
             for vertex, x in zip(row, placed.tolist(), strict=True):
                 self.x[vertex] = x
 

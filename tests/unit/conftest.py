@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import shutil
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,11 +33,3 @@ def original(sample: SampleRun, tmp_path_factory: pytest.TempPathFactory) -> Pat
 @pytest.fixture
 def bundle(original: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(original, tmp_path / "bundle"))
-
-
-@pytest.fixture
-def what_lives_already_is_not_collected() -> Iterator[None]:
-    """Each measurement collects garbage first, and whatever the tests before have left is not its own."""
-    gc.freeze()
-    yield
-    gc.unfreeze()

@@ -28,8 +28,6 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from networkx.utils import UnionFind
-
 from loka_onnx.core.backends import Fusions
 from loka_onnx.core.rewrite import Applied, Declined, RewriteRecord
 from loka_onnx.graph.layout import reapply
@@ -104,6 +102,8 @@ class _Placing:
     def __init__(self, model: GraphModel, nodes: Sequence[Node], flow: Flow) -> None:
         self._model, self._flow = model, flow
         self.places: dict[tuple[int, Key], _Place] = {}
+        from networkx.utils import UnionFind
+
         self._groups = UnionFind()
         self._carrying = [node for node in nodes if flow.carries(node)]
         self._behind: list[Pair] = []

@@ -20,8 +20,6 @@ from loka_onnx.evaluation.latency import (
 )
 from loka_onnx.sessions.runner import Resident, Runner
 
-pytestmark = pytest.mark.usefixtures("what_lives_already_is_not_collected")
-
 
 class Machine:
     """A clock, and engines that take the time they are told."""

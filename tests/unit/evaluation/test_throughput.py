@@ -28,9 +28,6 @@ from loka_onnx.evaluation.throughput import (
 INPUTS = ({"x": np.zeros(1)},)
 
 
-pytestmark = pytest.mark.usefixtures("what_lives_already_is_not_collected")
-
-
 def load(rate: float, count: int, seconds, streams: int = 1, seed: int = 1) -> Answers:
     clock = VirtualClock(streams)
     runs = [Server(clock, seconds) for _ in range(streams)]

@@ -29,8 +29,6 @@ from loka_onnx.sessions import host_devices
 from loka_onnx.sessions.cuda import CudaDevice
 from loka_onnx.sessions.runner import Arrays, Resident, Runner
 
-pytestmark = pytest.mark.usefixtures("what_lives_already_is_not_collected")
-
 
 class Adding(Runner):
     """Real work on arrays; keeps what it was asked."""
