@@ -128,8 +128,8 @@ def check_targets(config: RunConfig) -> None:
             "E1533 no backend of any target multiplies INT8",
             where="`plan.formats`",
             evidence=f"it asks for int8; the backends are {', '.join(names)}",
-            remedy="add a target with onnxruntime on the CPU, or with inductor, tensorrt or tensorrt_rtx on "
-            "a GPU, or remove int8",
+            remedy="add a target with onnxruntime on the CPU, or with inductor, tensorrt, tensorrt_rtx "
+            "or migraphx on a GPU, or remove int8",
         )
 
 

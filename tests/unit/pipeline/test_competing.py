@@ -156,10 +156,15 @@ def test_integers_need_a_backend_that_multiplies_them(config):
     check_targets(config(CPU, RTX, formats=["int8"]))
     check_targets(config(A100, formats=["int8"]))
     check_targets(config(RTX, formats=["int8"]))
-    reference = {"device": "cpu", "backends": ["migraphx"]}
-    check_targets(config(reference))
+    mi300 = {"device": "amd-mi300x", "backends": ["migraphx"]}
+    check_targets(config(mi300, formats=["int8"]))
+    assert planned_formats(config(mi300, formats=["int8"])) == (INT8,)
+    assert planned_formats(config(mi300)) == (E4M3FN,)
+    assert PlanId.MIXED in competing_plans(config(mi300, formats=["fp8", "int8"]))
+    cuda = {"device": "nvidia-h100", "backends": ["onnxruntime"]}
+    check_targets(config(cuda))
     with pytest.raises(ConfigError) as caught:
-        check_targets(config(reference, formats=["int8"]))
+        check_targets(config(cuda, formats=["int8"]))
     assert caught.value.code == "E1533"
     assert caught.value.where == "`plan.formats`"
 
