@@ -147,12 +147,20 @@ ENTRIES = (
         aims.weight_rounding,
     ),
     Entry(
-        "interval_coverage",
+        "interval_coverage*",
         ACCURACY,
-        "Coverage of intervals",
+        "Coverage of intervals{}",
         "benchmarks.pipeline.interval_coverage",
         accuracy.coverage,
         aims.coverage,
+    ),
+    Entry(
+        "zoo_shares",
+        ACCURACY,
+        "Share in eight bits of the zoo on MovieLens 1M",
+        "benchmarks.engines.zoo_shares",
+        accuracy.zoo_shares,
+        options="--data DIR --checkpoints DIR --directory DIR",
     ),
     Entry("demo_table", ACCURACY, "The demo's table", "benchmarks.pipeline.demo_table"),
     Entry(
@@ -198,6 +206,14 @@ ENTRIES = (
         "benchmarks.public_rankers.on_gpu",
         engines.gpu_formats,
         options="plans --to DIRECTORY --work DIRECTORY",
+    ),
+    Entry(
+        "rtx_formats",
+        ENGINES,
+        "Sites in INT8 and FP8 of engines for RTX GPUs",
+        "benchmarks.engines.rtx_formats",
+        engines.rtx_formats,
+        options="--runs DIR --directory DIR",
     ),
     Entry(
         "host_requests",
