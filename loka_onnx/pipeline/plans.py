@@ -110,8 +110,8 @@ def check_targets(config: RunConfig) -> None:
     """Check devices, backends and their options before any work is done.
 
     Raises ConfigError if a backend does not know a device, has no such setting, or takes another value, or if
-    no backend of any target multiplies INT8, which `plan.formats` asks for; MissingPackage if one does not
-    import.
+    no backend of any target multiplies INT8, which `plan.formats` or a plan asks for; MissingPackage if one
+    does not import.
     """
     wrong = Collected()
     for number, target in enumerate(config.targets):
@@ -119,14 +119,15 @@ def check_targets(config: RunConfig) -> None:
             with wrong.check():
                 _check_backend(target, name, f"targets[{number}]")
     wrong.raise_any()
-    if Precision.INT8 in (config.plan.formats or ()) and not any(
+    by_plans = {precision for plan in config.plan.plans or () for precision in plan.precisions}
+    if Precision.INT8 in (config.plan.formats or by_plans) and not any(
         {INT8, UINT8} & {*backend.spec.formats_on(architecture)}
         for _, backend, architecture in buildable(config)
     ):
         names = sorted({name for target in config.targets for name in target.backends})
         raise ConfigError(
             "E1533 no backend of any target multiplies INT8",
-            where="`plan.formats`",
+            where=f"`plan.{'formats' if config.plan.formats else 'plans'}`",
             evidence=f"it asks for int8; the backends are {', '.join(names)}",
             remedy="add a target with onnxruntime on the CPU, or with inductor, tensorrt, tensorrt_rtx "
             "or migraphx on a GPU, or remove int8",

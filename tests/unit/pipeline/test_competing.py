@@ -163,10 +163,10 @@ def test_integers_need_a_backend_that_multiplies_them(config):
     assert PlanId.MIXED in competing_plans(config(mi300, formats=["fp8", "int8"]))
     cuda = {"device": "nvidia-h100", "backends": ["onnxruntime"]}
     check_targets(config(cuda))
-    with pytest.raises(ConfigError) as caught:
-        check_targets(config(cuda, formats=["int8"]))
-    assert caught.value.code == "E1533"
-    assert caught.value.where == "`plan.formats`"
+    for key, value in (("formats", ["int8"]), ("plans", ["fp32", "int8-safe"]), ("plans", ["fp32", "mixed"])):
+        with pytest.raises(ConfigError) as caught:
+            check_targets(config(cuda, **{key: value}))
+        assert (caught.value.code, caught.value.where) == ("E1533", f"`plan.{key}`")
 
 
 def test_what_the_user_lists_is_what_competes(config):
