@@ -41,7 +41,11 @@ def run(run_file: Path, output: Path) -> Path:
 
 def engines(output: Path) -> list[dict[str, Any]]:
     """Sites of each engine by format, planned and read back; why there is none, and what fell back."""
-    document = json.loads((output / "engines.json").read_text(encoding="utf-8"))["value"]
+    document, plans = (
+        json.loads((output / f"{name}.json").read_text(encoding="utf-8"))["value"]
+        for name in ("engines", "plan")
+    )
+    shares = {plan["id"]: plan["fp8_share"] for plan in plans["plans"]}
     found = []
     for engine in document["engines"]:
         sites = [site for site in engine["sites"] if site["planned"] in {"fp8", "int8"}]
@@ -50,6 +54,7 @@ def engines(output: Path) -> list[dict[str, Any]]:
             {
                 "architecture": engine["architecture"],
                 "plan": engine["plan"],
+                "share": shares[engine["plan"]],
                 "declined": "" if is_built else engine["detail"],
                 "planned": Counter(site["planned"] for site in sites),
                 "read_back": Counter(site["planned"] for site in sites if site["engaged"]),

@@ -147,12 +147,21 @@ ENTRIES = (
         aims.weight_rounding,
     ),
     Entry(
-        "interval_coverage*",
+        "interval_coverage",
         ACCURACY,
-        "Coverage of intervals{}",
+        "Coverage of intervals",
         "benchmarks.pipeline.interval_coverage",
         accuracy.coverage,
         aims.coverage,
+    ),
+    Entry(
+        "interval_coverage_of_plans",
+        ACCURACY,
+        "Coverage of intervals of plans in INT8 and both formats",
+        "benchmarks.pipeline.interval_coverage",
+        accuracy.coverage,
+        aims.coverage,
+        "--runs DIR --data DIR",
     ),
     Entry(
         "zoo_shares",

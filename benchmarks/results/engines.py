@@ -405,6 +405,7 @@ def rtx_formats(record: Record) -> str:
     rows = [
         (
             f"{model}, {engine['architecture']}, {engine['plan']}",
+            percent(engine["share"]),
             *(counted(engine[part]) for part in ("planned", "read_back")),
             "; ".join(f"{site}: {why}" for site, why in engine["fallbacks"].items()) or engine["declined"],
         )
@@ -412,7 +413,10 @@ def rtx_formats(record: Record) -> str:
         for engine in engines
         if engine["planned"] or engine["declined"]
     ]
-    return table(("model, GPU, plan", "sites planned", "read back", "fallbacks, or why none"), rows)
+    return table(
+        ("model, GPU, plan", "of the FP8-able FLOPs", "sites planned", "read back", "fallbacks, or why none"),
+        rows,
+    )
 
 
 LAUNCHED = "launch and wait"

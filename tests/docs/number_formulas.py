@@ -190,6 +190,16 @@ def coverage(end: str, part_of: str = "kl") -> float:
     return 100 * (min(ends) if end == "min" else max(ends))
 
 
+def certified(term: str) -> list[float]:
+    """Percent of samples whose interval of certification holds the value of the whole, by model and plan."""
+    return [
+        100 * share
+        for model in figure("interval_coverage_of_plans").values()
+        for name, share in model["certificates"].items()
+        if name.endswith(f", {term} covered")
+    ]
+
+
 def ever_wrong(interval: str, end: str) -> float:
     """Percent of runs that exclude the truth at some look, least or most over models and orders."""
     ends = [
