@@ -194,11 +194,24 @@ def _runs(config: RunConfig, precision: Precision) -> bool:
 
     CPUs never count: they gain no time by it, and FP16 needs a further pass of calibration to be safe.
     """
+    return bool(_takers(config, precision))
+
+
+def _takers(config: RunConfig, precision: Precision) -> set[tuple[str, str]]:
     plan = PrecisionPlan(str(precision), "", precision, (), {}, 0.0)
-    return any(
-        architecture != CPU and backend.decline(plan, architecture) is None
-        for _, backend, architecture in buildable(config)
-    )
+    pairs = ((backend, at) for _, backend, at in buildable(config) if at != CPU)
+    return {(backend.name, at) for backend, at in pairs if backend.decline(plan, at) is None}
+
+
+def base_precision(config: RunConfig) -> Precision | None:
+    """Return the precision of what is not quantized; None for FP16 where it fits, else BF16 (auto).
+
+    That is the default where a GPU has FP16 and no BF16 (sm75).
+    """
+    if config.plan.base is None:
+        has_fp16_alone = _takers(config, Precision.FP16) - _takers(config, Precision.BF16)
+        return None if has_fp16_alone else Precision.BF16
+    return None if config.plan.base == "auto" else config.plan.base
 
 
 def plan_options(context: Context, model: ModelArtifact) -> PlanOptions:
@@ -212,7 +225,7 @@ def plan_options(context: Context, model: ModelArtifact) -> PlanOptions:
     return PlanOptions(
         keep=chosen.keep,
         force=chosen.force,
-        base=None if chosen.base == "auto" else chosen.base,
+        base=base_precision(context.config),
         plans=competing_plans(context.config, devices),
         confidence=context.config.calibration.confidence,
         protect=chosen.protect,
@@ -228,7 +241,7 @@ def _device_timings(context: Context, model: ModelArtifact) -> Iterator[DeviceTi
     multiply with much the same kernels.
     """
     config = context.config
-    base = Precision.BF16 if config.plan.base == "auto" else config.plan.base
+    base = base_precision(config) or Precision.BF16
     databases = (context.path(TIMINGS), *((config.plan.timings,) if config.plan.timings else ()))
     for target in config.targets:
         timings = known_timings(target.device, databases)

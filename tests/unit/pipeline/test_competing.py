@@ -13,6 +13,7 @@ from loka_onnx.core.formats import E4M3FN, E5M2, INT8, UINT8, Precision
 from loka_onnx.core.timing import Kernel, KernelTiming, Provenance, Shape
 from loka_onnx.errors import ConfigError
 from loka_onnx.pipeline.plans import (
+    base_precision,
     check_targets,
     competing_plans,
     moot_precisions,
@@ -167,6 +168,16 @@ def test_integers_need_a_backend_that_multiplies_them(config):
         with pytest.raises(ConfigError) as caught:
             check_targets(config(cuda, **{key: value}))
         assert (caught.value.code, caught.value.where) == ("E1533", f"`plan.{key}`")
+
+
+def test_a_gpu_without_bf16_has_fp16_as_the_base(config):
+    turing = {"device": "nvidia-rtx-turing", "backends": ["tensorrt_rtx"]}
+    assert base_precision(config(CPU, RTX)) is Precision.BF16
+    # None is FP16 where magnitudes fit.
+    assert base_precision(config(turing)) is None
+    assert base_precision(config(CPU, RTX, turing)) is None
+    assert base_precision(config(turing, base="bf16")) is Precision.BF16
+    assert base_precision(config(RTX, base="auto")) is None
 
 
 def test_what_the_user_lists_is_what_competes(config):
