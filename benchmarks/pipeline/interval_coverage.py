@@ -18,13 +18,20 @@ by the package's hash).
 Needs the files under ``$LOKA_ONNX_DATA``::
 
     python -m benchmarks.pipeline.interval_coverage --models dcnv2 wukong
+
+With ``--runs DIR``, in which `benchmarks.engines.zoo_shares` ran the models, quantized plans stand in place
+of sites, by what their engines put out, and certification rows, whose number is fixed, in place of those of
+calibration. The intervals of certification itself, which are wider where tails are heavy, stand beside the
+plain ones (`certificates`): how often they hold the true value, and how often their upper end lies below it::
+
+    python -m benchmarks.pipeline.interval_coverage --models dcnv2 dlrm --runs DIR --data DIR
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -35,8 +42,10 @@ import numpy as np
 import numpy.typing as npt
 from scipy.sparse import csc_array
 
+from benchmarks.engines.zoo import prepared
 from benchmarks.pipeline.site_effects import (
     BATCH,
+    RowEffects,
     exported,
     output_of,
     profile_of,
@@ -50,10 +59,15 @@ from loka_onnx.calibration.effects.loss_totals import BUCKETS, buckets_of
 from loka_onnx.calibration.effects.sensitivity import TIGHTEST_AT_ROWS, StoppingSchedule
 from loka_onnx.core.exact_sum import ExactSum
 from loka_onnx.core.intervals import Interval, RatioMoments
+from loka_onnx.evaluation.paired import PairedRows
+from loka_onnx.sessions.onnx_session import OnnxSession
+from loka_onnx.sessions.runner import Arrays
 from loka_zoo.movielens1m import movielens_1m
 from loka_zoo.prepared import PreparedData
 
 RESAMPLES = 2000
+CERTIFICATES = 500
+"""Resamplings of every row, for the intervals of certification."""
 THRESHOLDS = (0.8, 0.95, 1.0, 1.05, 1.25)
 """Where the threshold of a verdict stands, over the true value."""
 
@@ -159,6 +173,31 @@ def fixed_coverage(world: World, resamples: int, seed: int) -> dict[str, Values]
         hits += [_contains(m.interval(), t) for m, t in zip(moments.each(), truth, strict=True)]
     kl, labelled = np.split(hits / resamples, 2)
     return {"kl": kl, "labelled": labelled}
+
+
+def certificates(world: World, resamples: int, seed: int) -> dict[str, float]:
+    """Shares of samples whose interval of certification holds the value of the whole, and lies below it."""
+    random = np.random.default_rng(seed)
+    sizes = np.bincount(world.units)
+    starts = np.cumsum(sizes) - sizes
+    seen: dict[str, list[bool]] = {}
+    for _ in range(resamples):
+        drawn = random.integers(0, world.count, world.count)
+        counts = sizes[drawn]
+        groups = np.repeat(np.arange(world.count), counts)
+        first = np.repeat(starts[drawn] - (np.cumsum(counts) - counts), counts)
+        rows = world.rows_by_unit[first + np.arange(groups.size)]
+        for column, name in enumerate(world.names):
+            parts = world.kl[:, column], world.labelled[:, column]
+            kl, labelled = (part[rows] for part in parts)
+            change = PairedRows(world.loss[rows], kl, labelled, None, groups, None).relative()
+            assert change.delta_ne is not None
+            whole, of_kl = float(sum(part.sum() for part in parts)), float(parts[0].sum())
+            for term, interval, total in (("delta_ne", change.delta_ne, whole), ("kl", change.kl, of_kl)):
+                truth = total / float(world.loss.sum())
+                seen.setdefault(f"{name}, {term} covered", []).append(_contains(interval, truth))
+                seen.setdefault(f"{name}, {term} above its interval", []).append(interval.upper < truth)
+    return {name: float(np.mean(found)) for name, found in seen.items()}
 
 
 def _contains(interval: Interval, value: float) -> bool:
@@ -320,9 +359,37 @@ def world_of(model: str, data: PreparedData, options: argparse.Namespace) -> Wor
         switchable = switchable_of(artifact, profile, scratch)
         names = [site.name for site in artifact.sites]
         sets: dict[str, Sequence[str]] = {name: (name,) for name in names}
-        effects = row_effects(switchable, calibration, sets, options.threads)
-    changes = {name: effects.change(name) for name in names}
-    names = [name for name in names if changes[name].kl.any()]
+        return _world(row_effects(switchable, calibration, sets, options.threads))
+
+
+@dataclass(frozen=True)
+class Engines:
+    """Engines of a run for the CPU, by plan."""
+
+    by_plan: Mapping[str, OnnxSession]
+
+    @classmethod
+    def of(cls, run: Path) -> Engines:
+        """Those of a run directory."""
+        files = (run / "engines").glob("*/engine.onnx")
+        return cls({path.parent.name.partition("-cpu-")[2]: OnnxSession(path) for path in files})
+
+    def run(self, inputs: Arrays, on: Sequence[str]) -> Arrays:
+        """Outputs of the engine of the plan that is on; of FP32 where none is."""
+        return self.by_plan["".join(on) or "fp32"].run(inputs)
+
+
+def world_of_plans(model: str, options: argparse.Namespace) -> World:
+    """Measure the effect of every quantized plan of a run on every certification row."""
+    engines = Engines.of(options.runs / model / "run")
+    certification = split_of(prepared(options.data.absolute()), "certification")
+    sets = {name: (name,) for name in engines.by_plan if name != "fp32"}
+    return _world(row_effects(engines, certification, sets, options.threads))
+
+
+def _world(effects: RowEffects) -> World:
+    changes = {name: effects.change(name) for name in effects.changed}
+    names = [name for name in changes if changes[name].kl.any()]
     return World(
         tuple(names),
         np.column_stack([changes[name].kl for name in names]),
@@ -332,9 +399,9 @@ def world_of(model: str, data: PreparedData, options: argparse.Namespace) -> Wor
     )
 
 
-def measure(model: str, data: PreparedData, options: argparse.Namespace) -> dict[str, Any]:
+def measure(model: str, data: PreparedData | None, options: argparse.Namespace) -> dict[str, Any]:
     """Figures of one model."""
-    world = world_of(model, data, options)
+    world = world_of(model, data, options) if data else world_of_plans(model, options)
     fixed = fixed_coverage(world, options.resamples, seed=0)
     top = tails(world)
     return {
@@ -342,9 +409,10 @@ def measure(model: str, data: PreparedData, options: argparse.Namespace) -> dict
         "units": world.count,
         "fixed": {name: _spread(values) for name, values in fixed.items()},
         "stopping": {
-            "rows of a user scattered": stopping(world, options.resamples, seed=1, together=False),
-            "rows of a user together": stopping(world, options.resamples, seed=2, together=True),
+            f"rows of a user {order}": stopping(world, options.resamples, seed, order == "together")
+            for seed, order in enumerate(("scattered", "together") if data else (), 1)
         },
+        **({} if data else {"certificates": certificates(world, CERTIFICATES, seed=3)}),
         "by_site": {
             name: {
                 "kl_coverage": float(fixed["kl"][i]),
@@ -363,17 +431,19 @@ def main() -> None:
     parser.add_argument(
         "--directory", type=Path, default=Path("runs/bench-movielens1m"), help="of checkpoints"
     )
+    parser.add_argument("--runs", type=Path, help="directory of runs whose plans stand in place of sites")
+    parser.add_argument("--data", type=Path, help="with --runs: parquet files of the splits")
     parser.add_argument("--resamples", type=int, default=RESAMPLES)
     parser.add_argument("--threads", type=int, default=0)
     options = parser.parse_args()
     options.directory = options.directory.absolute()
-    data = movielens_1m()
+    data = None if options.runs else movielens_1m()
     found = {}
     for model in options.models:
         found[model] = measure(model, data, options)
         print(model, json.dumps({k: v for k, v in found[model].items() if k != "by_site"}), flush=True)
     settings = {"resamples": options.resamples, "group": GROUP, "confidence": 0.95}
-    print(write_record("interval_coverage", found, settings))
+    print(write_record("interval_coverage" + "_of_plans" * bool(options.runs), found, settings))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +26,7 @@ from loka_onnx.export.torch_module import export_torch
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.numerics.loss_change import LossChange, loss_change
 from loka_onnx.numerics.task_metrics import log_loss_rows
-from loka_onnx.sessions.runner import map_in_order, stream_count
+from loka_onnx.sessions.runner import Arrays, map_in_order, stream_count
 from loka_zoo.builders import build
 from loka_zoo.prepared import PreparedData
 
@@ -75,6 +75,14 @@ def profile_of(
         error_precision=None,
     )
     return calibrate(artifact, (spec,), data, scratch, options)
+
+
+class Switched(Protocol):
+    """A model with names that may be turned on, as those of sites in low precision."""
+
+    def run(self, inputs: Arrays, on: Sequence[str]) -> Arrays:
+        """Outputs of a batch."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -129,7 +137,7 @@ def switchable_of(
 
 
 def row_effects(
-    model: SwitchableModel,
+    model: Switched,
     data: Dataset,
     sets: Mapping[str, Sequence[str]],
     threads: int = 0,
@@ -138,7 +146,7 @@ def row_effects(
     """Run every set of sites over the rows of a split.
 
     Args:
-        model: The switchable model.
+        model: A switchable model, or another.
         data: Rows with labels and users.
         sets: Sites to turn on, by the name of the set.
         threads: Batches at once; 0 for one a core.

@@ -213,6 +213,11 @@ def coverage(record: Record) -> str:
                         seen["median_rows"],
                     )
                 )
+    certified = [
+        (f"{model}, {name}", percent(share))
+        for model, found in record.figures.items()
+        for name, share in found.get("certificates", {}).items()
+    ]
     head = (
         "model, order of arrival",
         "threshold over the value",
@@ -225,10 +230,33 @@ def coverage(record: Record) -> str:
         (
             f"Over {number(record.settings['resamples'])} resamplings, sites taken together:",
             table(("model, term", "coverage, mean", "lowest site", "highest site"), fixed),
-            "At the stopping time:",
-            table(head, stopping),
+            *(("At the stopping time:", table(head, stopping)) if stopping else ()),
+            *(
+                ("Intervals of certification:", table(("", "share of samples"), certified))
+                if certified
+                else ()
+            ),
         )
     )
+
+
+def zoo_shares(record: Record) -> str:
+    """A row for each plan: share in eight bits, loss and KL on certification, the KL that was predicted."""
+    rows = []
+    for model, found in record.figures.items():
+        for plan, held in found["plans"].items():
+            for output, seen in held.get("certification", {"outputs": {}})["outputs"].items():
+                if plan == "fp32":
+                    continue
+                delta_ne, kl = (interval([100 * end for end in seen[part]]) for part in ("delta_ne", "kl"))
+                share = held["share"]
+                shares = percent(share), percent(share * found["able_flops"] / found["all_flops"])
+                sites = f"{held['fp8_sites']}, {held['int8_sites']}"
+                ratio = number(held["predicted_kl"][output] / seen["kl"][0])
+                rows.append((model, plan, *shares, sites, delta_ne, kl, ratio, seen["status"]))
+    shares = "of the FP8-able FLOPs", "of all products"
+    head = ("model", "plan", *shares, "sites in FP8, INT8", "ΔNE, %", "KL, %", "predicted over it", "budget")
+    return table(head, rows)
 
 
 def tails(record: Record) -> str:

@@ -154,6 +154,23 @@ ENTRIES = (
         accuracy.coverage,
         aims.coverage,
     ),
+    Entry(
+        "interval_coverage_of_plans",
+        ACCURACY,
+        "Coverage of intervals of plans in INT8 and both formats",
+        "benchmarks.pipeline.interval_coverage",
+        accuracy.coverage,
+        aims.coverage,
+        "--runs DIR --data DIR",
+    ),
+    Entry(
+        "zoo_shares",
+        ACCURACY,
+        "Share in eight bits of the zoo on MovieLens 1M",
+        "benchmarks.engines.zoo_shares",
+        accuracy.zoo_shares,
+        options="--data DIR --checkpoints DIR --directory DIR",
+    ),
     Entry("demo_table", ACCURACY, "The demo's table", "benchmarks.pipeline.demo_table"),
     Entry(
         "public_rankers*",
@@ -198,6 +215,14 @@ ENTRIES = (
         "benchmarks.public_rankers.on_gpu",
         engines.gpu_formats,
         options="plans --to DIRECTORY --work DIRECTORY",
+    ),
+    Entry(
+        "rtx_formats",
+        ENGINES,
+        "Sites in INT8 and FP8 of engines for RTX GPUs",
+        "benchmarks.engines.rtx_formats",
+        engines.rtx_formats,
+        options="--runs DIR --directory DIR",
     ),
     Entry(
         "host_requests",

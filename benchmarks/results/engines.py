@@ -396,6 +396,29 @@ def gpu_formats(record: Record) -> str:
     return table(("ranker, plan", "budget", *batches), rows)
 
 
+def rtx_formats(record: Record) -> str:
+    """Sites planned and read back, by model, architecture and plan; plans in high precision are left out."""
+
+    def counted(sites: Mapping[str, int]) -> str:
+        return ", ".join(f"{count} {precision.upper()}" for precision, count in sites.items()) or NOTHING
+
+    rows = [
+        (
+            f"{model}, {engine['architecture']}, {engine['plan']}",
+            percent(engine["share"]),
+            *(counted(engine[part]) for part in ("planned", "read_back")),
+            "; ".join(f"{site}: {why}" for site, why in engine["fallbacks"].items()) or engine["declined"],
+        )
+        for model, engines in record.figures.items()
+        for engine in engines
+        if engine["planned"] or engine["declined"]
+    ]
+    return table(
+        ("model, GPU, plan", "of the FP8-able FLOPs", "sites planned", "read back", "fallbacks, or why none"),
+        rows,
+    )
+
+
 LAUNCHED = "launch and wait"
 
 

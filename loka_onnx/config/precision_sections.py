@@ -117,10 +117,11 @@ class PlanConfig(Strict):
         "block to its own input; FP8 never reaches them, FP32 costs twice the memory traffic of BF16)",
     )
     force: tuple[Text, ...] = Field((), description="patterns of sites that run in FP8 whatever was measured")
-    base: Literal[Precision.BF16, Precision.FP16, Precision.FP32, "auto"] = Field(
-        Precision.BF16,
-        description="bf16, fp16, fp32 or auto: precision of everything that does not run in FP8; auto takes "
-        "fp16 where the calibration rows show that it fits with a factor of 8 to spare, else bf16",
+    base: Literal[Precision.BF16, Precision.FP16, Precision.FP32, "auto"] | None = Field(
+        None,
+        description="bf16, fp16, fp32 or auto: precision of what is not quantized; auto takes fp16 "
+        "where the calibration rows show that it fits with a factor of 8 to spare, else bf16; null for bf16, "
+        "or auto where a GPU of the targets has fp16 only",
     )
     weight_granularity: WeightGranularity = Field(
         WeightGranularity.BEST,

@@ -108,7 +108,7 @@ def check_targets(config: RunConfig) -> None:
     """Check devices, backends and their options before any work is done.
 
     Raises ConfigError if a backend does not know a device or a setting, or no backend multiplies INT8, which
-    `plan.formats` asks for; MissingPackage if one does not import.
+    `plan.formats` or a plan asks for; MissingPackage if one does not import.
     """
     wrong = Collected()
     for number, target in enumerate(config.targets):
@@ -116,17 +116,18 @@ def check_targets(config: RunConfig) -> None:
             with wrong.check():
                 _check_backend(target, name, f"targets[{number}]")
     wrong.raise_any()
-    if Precision.INT8 in (config.plan.formats or ()) and not any(
+    by_plans = {precision for plan in config.plan.plans or () for precision in plan.precisions}
+    if Precision.INT8 in (config.plan.formats or by_plans) and not any(
         {INT8, UINT8} & {*backend.spec.formats_on(architecture)}
         for _, backend, architecture in buildable(config)
     ):
         names = sorted({name for target in config.targets for name in target.backends})
         raise ConfigError(
             "E1533 no backend of any target multiplies INT8",
-            where="`plan.formats`",
+            where=f"`plan.{'formats' if config.plan.formats else 'plans'}`",
             evidence=f"it asks for int8; the backends are {', '.join(names)}",
-            remedy="add a target with onnxruntime on the CPU, or with inductor, tensorrt or tensorrt_rtx on "
-            "a GPU, or remove int8",
+            remedy="add a target with onnxruntime on the CPU, or with inductor, tensorrt, tensorrt_rtx "
+            "or migraphx on a GPU, or remove int8",
         )
 
 
@@ -187,11 +188,24 @@ def competing_plans(config: RunConfig, timed: Collection[DeviceTimings] = ()) ->
 
 def _runs(config: RunConfig, precision: Precision) -> bool:
     """True if a backend of a target runs the whole model in a precision; not on CPUs, which gain no time."""
+    return bool(_takers(config, precision))
+
+
+def _takers(config: RunConfig, precision: Precision) -> set[tuple[str, str]]:
     plan = PrecisionPlan(str(precision), "", precision, (), {}, 0.0)
-    return any(
-        architecture != CPU and backend.decline(plan, architecture) is None
-        for _, backend, architecture in buildable(config)
-    )
+    pairs = ((backend, at) for _, backend, at in buildable(config) if at != CPU)
+    return {(backend.name, at) for backend, at in pairs if backend.decline(plan, at) is None}
+
+
+def base_precision(config: RunConfig) -> Precision | None:
+    """Return the precision of what is not quantized; None for FP16 where it fits, else BF16 (auto).
+
+    That is the default where a GPU has FP16 and no BF16 (sm75).
+    """
+    if config.plan.base is None:
+        has_fp16_alone = _takers(config, Precision.FP16) - _takers(config, Precision.BF16)
+        return None if has_fp16_alone else Precision.BF16
+    return None if config.plan.base == "auto" else config.plan.base
 
 
 def plan_options(context: Context, model: ModelArtifact) -> PlanOptions:
@@ -201,7 +215,7 @@ def plan_options(context: Context, model: ModelArtifact) -> PlanOptions:
     return PlanOptions(
         keep=chosen.keep,
         force=chosen.force,
-        base=None if chosen.base == "auto" else chosen.base,
+        base=base_precision(context.config),
         plans=competing_plans(context.config, devices),
         confidence=context.config.calibration.confidence,
         protect=chosen.protect,
@@ -213,7 +227,7 @@ def plan_options(context: Context, model: ModelArtifact) -> PlanOptions:
 def _device_timings(context: Context, model: ModelArtifact) -> Iterator[DeviceTimings]:
     """Yield kernel times of every target: of its own backends, or else of another one's similar kernels."""
     config = context.config
-    base = Precision.BF16 if config.plan.base == "auto" else config.plan.base
+    base = base_precision(config) or Precision.BF16
     databases = (context.path(TIMINGS), *((config.plan.timings,) if config.plan.timings else ()))
     for target in config.targets:
         timings = known_timings(target.device, databases)

@@ -34,7 +34,7 @@ from loka_onnx.graph.layout import layout_root
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.pipeline.context import Context
 from loka_onnx.pipeline.directory import Stage
-from loka_onnx.pipeline.plans import competing_plans, planned_recipes
+from loka_onnx.pipeline.plans import base_precision, competing_plans, planned_recipes
 from loka_onnx.planning.policy import open_verdicts
 
 EXPORTED, MODIFIED = "calibration/exported.json", "profile.json"
@@ -169,8 +169,8 @@ class Probing:
 
     @property
     def _may_use_fp16(self) -> bool:
-        plan = self.config.plan
-        return plan.base in (Precision.FP16, "auto") or PlanId.FP16 in competing_plans(self.config)
+        base = base_precision(self.config)
+        return base in (Precision.FP16, None) or PlanId.FP16 in competing_plans(self.config)
 
     def _with_magnitudes(self, profile: Profile, model: ModelArtifact) -> Profile:
         """The profile with the magnitudes of all tensors over all rows, where FP16 may be used."""

@@ -268,7 +268,8 @@ def test_a_zero_point_that_a_format_lacks_is_declined(planned: Planned, tmp_path
         return replace(plan, decisions=(replace(first, activation_zero_point=zero), *others))
 
     symmetric = plan_of(tmp_path, format=INT8).plan
-    for name, architecture in (("onnxruntime", "cpu"), ("inductor", "cpu"), ("inductor", "sm80")):
+    takers = "onnxruntime cpu", "inductor cpu", "inductor sm80", "migraphx gfx942", "migraphx cpu"
+    for name, architecture in map(str.split, takers):
         assert get_backend(name).decline(symmetric, architecture) is None
         reason = str(get_backend(name).decline(with_zero(symmetric, 3), architecture))
         assert reason == "site 'fc1' has the zero point 3, which INT8 has not"
@@ -324,6 +325,7 @@ def test_products_in_fp8_behind_each_other_are_read_beside_one_in_int8(tmp_path:
         pytest.param("onnxruntime", "cpu", marks=needs_integers),
         pytest.param("inductor", "cpu", marks=pytest.mark.slow),
         pytest.param("tensorrt_rtx", "sm89", marks=pytest.mark.slow),
+        ("migraphx", "cpu"),
     ],
 )
 def test_a_mixed_plan_runs_each_site_in_its_format(name: str, architecture: str, tmp_path: Path) -> None:
@@ -332,6 +334,8 @@ def test_a_mixed_plan_runs_each_site_in_its_format(name: str, architecture: str,
     if not backend.availability().installed:
         pytest.skip(f"needs {'torch: inductor is a part of it' if name == 'inductor' else name}")
     mixed, scales = mixed_plan(planned, "fc2")
+    # The reference target of MIGraphX declines FP16.
+    mixed = replace(mixed, base=Precision.FP32) if name == "migraphx" else mixed
     assert (mixed.kind, mixed.precisions) == ("mixed", (Precision.FP8, Precision.INT8))
     engine, engaged = built_mixed(backend, planned, mixed, architecture, tmp_path)
     assert engaged == {"fc1": "int8", "fc2": "fp8", "fc3": "int8"}

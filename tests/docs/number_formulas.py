@@ -190,6 +190,16 @@ def coverage(end: str, part_of: str = "kl") -> float:
     return 100 * (min(ends) if end == "min" else max(ends))
 
 
+def certified(term: str) -> list[float]:
+    """Percent of samples whose interval of certification holds the value of the whole, by model and plan."""
+    return [
+        100 * share
+        for model in figure("interval_coverage_of_plans").values()
+        for name, share in model["certificates"].items()
+        if name.endswith(f", {term} covered")
+    ]
+
+
 def ever_wrong(interval: str, end: str) -> float:
     """Percent of runs that exclude the truth at some look, least or most over models and orders."""
     ends = [
@@ -311,15 +321,33 @@ def walls() -> list[float]:
 
 def mixed_shares() -> list[float]:
     """Largest share of FLOPs in eight bits of a plan certified for all outputs, percent, by ranker."""
-    shares = []
-    for run in figure("public_rankers_mixed", "runs"):
-        certified = [0.0]
-        for plan in run["plans"].values():
-            outputs = plan.get("certification", {"outputs": {}})["outputs"].values()
-            if outputs and all(output["status"] == "within" for output in outputs):
-                certified.append(plan["share"])
-        shares.append(100 * max(certified))
-    return shares
+    return [largest_share(run["plans"]) for run in figure("public_rankers_mixed", "runs")]
+
+
+def largest_share(plans: dict[str, Any]) -> float:
+    """The same of one run."""
+    certified = [0.0]
+    for plan in plans.values():
+        outputs = plan.get("certification", {"outputs": {}})["outputs"].values()
+        if outputs and all(output["status"] == "within" for output in outputs):
+            certified.append(plan["share"])
+    return 100 * max(certified)
+
+
+def zoo_shares() -> list[float]:
+    """The same by model of the zoo."""
+    return [largest_share(found["plans"]) for found in figure("zoo_shares").values()]
+
+
+def zoo_predictions() -> list[float]:
+    """Predicted KL over the one on certification rows, of quantized plans of the zoo."""
+    plans = (plan for found in figure("zoo_shares").values() for plan in found["plans"].values())
+    return [
+        plan["predicted_kl"][output] / seen["kl"][0]
+        for plan in plans
+        for output, seen in plan.get("certification", {"outputs": {}})["outputs"].items()
+        if plan["predicted_kl"]
+    ]
 
 
 FORMULAS: dict[str, Any] = {

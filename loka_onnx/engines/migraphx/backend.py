@@ -1,11 +1,11 @@
-"""AMD MIGraphX 2.15 and 2.16: FP8 engines for Instinct and Radeon GPUs.
+"""AMD MIGraphX 2.15 and 2.16: FP8 and INT8 engines for Instinct and Radeon GPUs.
 
 An engine is one program per served batch size, each with its own copy of the weights, and a manifest with
 their GPU and release. Compiling needs the GPU. `dialect` states the form in which FP8 is passed and why;
 `site_precision`, how it is read back. Kernels on GPUs were never run.
 
-The device ``cpu`` compiles for MIGraphX's reference target: operator by operator, FP8 as Q/DQ around a
-product in FP32. Such an engine is a simulation. Plans in BF16 and FP16 are declined there, because that
+The device ``cpu`` compiles for MIGraphX's reference target: operator by operator, FP8 and INT8 as Q/DQ around
+a product in FP32. Such an engine is a simulation. Plans in BF16 and FP16 are declined there, because that
 target truncates where GPUs round, which biases every output.
 """
 

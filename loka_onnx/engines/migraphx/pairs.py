@@ -1,4 +1,4 @@
-"""Q/DQ pairs of a planned graph in MIGraphX's form and FP8 format.
+"""Q/DQ pairs of a planned graph in MIGraphX's form, and their FP8 in its format.
 
 MIGraphX's ONNX parser knows no FP8 type but FLOAT8E4M3FNUZ ("Prototensor data type 17 not supported"), while
 plans use E4M3FN. The conversion depends on the device; see `to_fnuz` and `to_carrier`.
@@ -13,17 +13,17 @@ import numpy as np
 import onnx
 
 from loka_onnx.engines.draft import Array, GraphDraft, Node, drop_attributes
-from loka_onnx.engines.migraphx.products import is_float8
+from loka_onnx.engines.migraphx.products import is_quantized
 from loka_onnx.errors import ModelError
 from loka_onnx.sessions.model_files import FLOAT8_TYPES
 
 E4M3FN, FNUZ = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e4m3fnuz)
 
 
-def float8_nodes(draft: GraphDraft) -> Iterator[Node]:
-    """Yield every Q and DQ of FP8; a computed scale, or a zero point other than zero, is a `ModelError`."""
+def quantized_nodes(draft: GraphDraft) -> Iterator[Node]:
+    """Yield every Q and DQ that `is_quantized`; a `ModelError` for computed scales, FP8 zero points not 0."""
     for node in list(draft.nodes):
-        if not is_float8(draft, node):
+        if not is_quantized(draft, node):
             continue
         parameters = [name for name in node.input[1:3] if name]
         if not all(name in draft.constants for name in parameters):
@@ -44,7 +44,7 @@ def float8_nodes(draft: GraphDraft) -> Iterator[Node]:
 
 
 def explicit_zero_points(draft: GraphDraft) -> None:
-    """Add the zero point that ONNX assumes to every FP8 Q and DQ without one.
+    """Add the zero point that ONNX assumes to every Q and DQ without one.
 
     ::
 
@@ -52,7 +52,7 @@ def explicit_zero_points(draft: GraphDraft) -> None:
 
     Without it, MIGraphX does not recognise the pair, deletes it, and computes in high precision.
     """
-    for node in float8_nodes(draft):
+    for node in quantized_nodes(draft):
         if len(node.input) < 3 or not node.input[2]:
             scale, kind = draft.values(node.input[1]), draft.quantized_kind(node)
             zero = draft.add_constant(
@@ -64,10 +64,10 @@ def explicit_zero_points(draft: GraphDraft) -> None:
 
 
 def rank_0_scales(draft: GraphDraft) -> None:
-    """Give per-tensor FP8 scales and zero points rank 0, in ``raw_data``. MIGraphX throws when it broadcasts
-    a scale of shape (1,), and reads FP8 values in ``int32_data`` as numbers.
+    """Give per-tensor scales and zero points rank 0, in ``raw_data``. MIGraphX throws when it broadcasts a
+    scale of shape (1,), and reads FP8 values in ``int32_data`` as numbers.
     """
-    for node in float8_nodes(draft):
+    for node in quantized_nodes(draft):
         for index in (1, 2):
             values = draft.values(node.input[index])
             if values.size == 1:
@@ -80,20 +80,20 @@ def rank_0_scales(draft: GraphDraft) -> None:
 
 
 def separate_sources(draft: GraphDraft) -> None:
-    """Give each FP8 quantizer whose tensor x has other readers an input of its own, 2·x, with the scale 2·s.
+    """Give each quantizer whose tensor x has other readers an input of its own, 2·x, with the scale 2·s.
 
     Otherwise MIGraphX gives the other readers DQ(Q(x)): a residual sum would add rounded values. ::
 
         Q(x, s) = Q(2·x, 2·s)
 
-    is exact: doubling changes only the exponent. Where 2·x overflows FP32, x/s is beyond FP8's range for
-    every scale below 2¹¹⁸, and both saturate; tensors of FP16 graphs have a factor of 8 to spare
+    is exact: doubling changes only the exponent. Where 2·x overflows FP32, x/s is beyond the range of FP8 and
+    INT8 for every scale below 2¹¹⁸, and both saturate; tensors of FP16 graphs have a factor of 8 to spare
     (`planning.fp16`).
     The multiplication joins the quantizing kernel; one by 1 would be removed. Where Q reads a cast of x,
     readers of an equal cast count too, because equal casts are merged.
     """
     copies: dict[str, str] = {}
-    for node in float8_nodes(draft):
+    for node in quantized_nodes(draft):
         source, scale = node.input[0], draft.values(node.input[1])
         cast = draft.producer(source)
         names = [source, *(cast.input if cast is not None and cast.op_type == "Cast" else ())]
@@ -124,7 +124,7 @@ def to_fnuz(draft: GraphDraft) -> None:
     in E4M3FN is rounded to 448·s up to 464·s, and saturates at 480·s beyond: values that did not saturate are
     unchanged; those that did have a smaller error.
     """
-    for node in float8_nodes(draft):
+    for node in _float8_nodes(draft):
         _check_format(draft, node)
         scale = draft.values(node.input[1])
         with np.errstate(over="ignore"):
@@ -159,7 +159,7 @@ def to_carrier(draft: GraphDraft) -> None:
     type of every FP8 constant of the program, zero points included, from which all other types follow. Until
     then, the file's values are half of the intended ones (`to_fnuz`): it is never run itself.
     """
-    for node in float8_nodes(draft):
+    for node in _float8_nodes(draft):
         _check_format(draft, node)
         for index in (0, 2):
             name = node.input[index]
@@ -167,6 +167,10 @@ def to_carrier(draft: GraphDraft) -> None:
                 # `ascontiguousarray` would add an axis to a zero point.
                 bits: Array = np.array(draft.values(name), order="C").view(np.uint8)
                 node.input[index] = draft.add_constant(f"{name}/carrier", bits.view(FNUZ))
+
+
+def _float8_nodes(draft: GraphDraft) -> Iterator[Node]:
+    return (node for node in quantized_nodes(draft) if draft.quantized_kind(node) in FLOAT8_TYPES)
 
 
 def _is_stored_float8(draft: GraphDraft, name: str) -> bool:

@@ -1,9 +1,9 @@
-"""Products of a planned graph in the form that MIGraphX multiplies in FP8.
+"""Products of a planned graph in the form that MIGraphX multiplies in FP8 or INT8.
 
-MIGraphX turns ``dot(DQ(a), DQ(b))`` into ``quant_dot(a, b)``, FP8 × FP8 with FP32 sums, and one
-multiplication by both scales, only where both factors come directly from a DQ with an explicit zero point and
-a single FP32 scale; otherwise it deletes the pairs silently. These rules bring every planned product into
-that form; each keeps the graph's real numbers up to the rounding in its docstring.
+MIGraphX turns ``dot(DQ(a), DQ(b))`` into ``quant_dot(a, b)``, FP8 × FP8 with FP32 sums or INT8 × INT8 with
+INT32 sums, and one multiplication by both scales, only where both factors come directly from a DQ with an
+explicit zero point and a single FP32 scale; otherwise it deletes the pairs silently. These rules bring every
+planned product into that form; each keeps the graph's real numbers up to the rounding in its docstring.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ FLOAT = int(onnx.TensorProto.FLOAT)
 
 @dataclass
 class Product:
-    """A MatMul of two FP8 factors with the site's name; `tail` is the site's last operator, as a bias."""
+    """A MatMul of quantized factors with the site's name; `tail` is the site's last operator, as a bias."""
 
     node: Node
     tail: Node
 
 
 def gemm_to_matmul(draft: GraphDraft) -> tuple[Product, ...]:
-    """Rewrite ``α·op(A)·op(B) + β·C`` of dequantized FP8 factors as MatMul, Mul and Add.
+    """Rewrite ``α·op(A)·op(B) + β·C`` of dequantized factors as MatMul, Mul and Add.
 
     ::
 
@@ -47,7 +47,7 @@ def gemm_to_matmul(draft: GraphDraft) -> tuple[Product, ...]:
     for node in list(draft.nodes):
         makers = [draft.behind_layout(name) for name in node.input[:2]]
         if node.op_type in {"MatMul", "Gemm"} and all(
-            maker is not None and maker.op_type == "DequantizeLinear" and is_float8(draft, maker)
+            maker is not None and maker.op_type == "DequantizeLinear" and is_quantized(draft, maker)
             for maker in makers
         ):
             products.append(Product(node, _ungemmed(draft, node) if node.op_type == "Gemm" else node))
@@ -134,7 +134,7 @@ def _channel_scale(draft: GraphDraft, product: Node, index: int) -> str | None:
     outer = rank - 1 if index == 1 else rank - 2
     if scale.ndim != 1 or axis != outer:
         raise ModelError(
-            "E0856 MIGraphX cannot multiply an FP8 weight with scales along the axis that is summed over",
+            "E0856 MIGraphX cannot multiply a weight with scales along the axis that is summed over",
             where=f"site '{product.name}'",
             evidence=f"scales {scale.shape} along axis {axis} of input {index}",
             remedy="plan the site with one scale for the tensor, or for each output channel",
@@ -158,8 +158,8 @@ def float32_products(draft: GraphDraft, products: Iterable[Product]) -> None:
 
     Every BF16 and FP16 number is an FP32 number; Q's division and the sum are rounded once, in FP32, instead
     of in 16 bits. MIGraphX computes garbage with FP16 scales, requires one type of x and scale, and throws
-    when the factors of an FP8 product are cast to BF16. The cast is behind the channels' scales because sums
-    of unscaled FP8 weights do not fit FP16. Other readers of the DQ get the original type.
+    when the factors of a quantized product are cast to BF16. The cast is behind the channels' scales because
+    sums of unscaled weights do not fit FP16. Other readers of the DQ get the original type.
     """
     base = _make_pairs_float32(draft)
     for product in products:
@@ -172,10 +172,10 @@ def float32_products(draft: GraphDraft, products: Iterable[Product]) -> None:
 
 
 def _make_pairs_float32(draft: GraphDraft) -> dict[str, int]:
-    """Give every FP8 Q and DQ an FP32 scale; return the original types of tensors that become FP32."""
+    """Give every Q and DQ an FP32 scale; return the original types of tensors that become FP32."""
     base: dict[str, int] = {}
     for node in list(draft.nodes):
-        if not is_float8(draft, node) or (kind := draft.kind(node.input[1])) == FLOAT:
+        if not is_quantized(draft, node) or (kind := draft.kind(node.input[1])) == FLOAT:
             continue
         scale = draft.values(node.input[1]).astype(np.float32)
         node.input[1] = draft.add_constant(f"{node.input[1]}/fp32", scale)
@@ -221,11 +221,13 @@ def _narrow_other_readers(draft: GraphDraft, base: Mapping[str, int], products: 
             reader.input[index] = casts[0]
 
 
-def is_float8(draft: GraphDraft, node: Node) -> bool:
-    """True for a Q or DQ of FP8."""
-    return (
-        node.op_type in {"QuantizeLinear", "DequantizeLinear"} and draft.quantized_kind(node) in FLOAT8_TYPES
-    )
+def is_quantized(draft: GraphDraft, node: Node) -> bool:
+    """True for a Q or DQ of FP8, or of INT8 with the zero point 0, as plans have it."""
+    if node.op_type not in {"QuantizeLinear", "DequantizeLinear"}:
+        return False
+    kind, zero = draft.quantized_kind(node), "".join(node.input[2:3])
+    is_symmetric = not zero or (zero in draft.constants and not np.any(draft.values(zero)))
+    return kind in FLOAT8_TYPES or (kind == onnx.TensorProto.INT8 and is_symmetric)
 
 
 def _number(draft: GraphDraft, product: Node, name: str, value: float) -> str:

@@ -1,7 +1,7 @@
 """Precision of each planned site, read from compiled programs.
 
-MIGraphX multiplies FP8 only in ``quant_dot``: as that operator, in a kernel that rocMLIR names after it
-(``mlir_quant_dot_mul``; K below 1024), or in hipBLASLt and rocBLAS (``gpu::hip_quant_gemm``,
+MIGraphX multiplies FP8 and INT8 only in ``quant_dot``: as that operator, in a kernel that rocMLIR names after
+it (``mlir_quant_dot_mul``; K below 1024), or in hipBLASLt and rocBLAS (``gpu::hip_quant_gemm``,
 ``gpu::quant_gemm``). A site that it could not take is a plain ``dot`` without Q/DQ, which no result shows;
 sites are therefore counted here.
 
@@ -9,9 +9,10 @@ Printed names of ONNX nodes identify sites where the release has them. Otherwise
 stored factor, the weight. Products that read one tensor may be merged into one of N₁ + N₂ columns: where the
 columns of all FP8 products over K equal those of all FP8 sites over K, every such site runs in FP8. Where
 they do not, a product may be one site of its size or all sites that read one tensor; with fewer FP8 products
-of a size than that, the fallen-back sites are unknown, and all are reported as fallbacks.
+of a size than that, the fallen-back sites are unknown, and all are reported as fallbacks. INT8 is counted by
+itself, in the same way.
 
-The reference target multiplies in the base precision: a site of two DQs of FP8 is simulated there.
+The reference target multiplies in the base precision: a site of two DQs of its format is simulated there.
 
 A program is printed with one line per instruction (``src/instruction.cpp`` of ROCm/AMDMIGraphX): name,
 operator with its attributes, inputs, type, lengths and strides; newer releases add ONNX nodes::
@@ -35,8 +36,13 @@ from loka_onnx.core.formats import Precision
 from loka_onnx.core.site import Site, SiteKind
 
 TYPES = {Precision.BF16: "bf16", Precision.FP16: "half", Precision.FP32: "float"}
-FLOAT8_TYPES = frozenset({"fp8e4m3fn", "fp8e4m3fnuz"})
-_FLOAT8_PRODUCT = re.compile(r"quant_dot|quant_gemm")
+QUANTIZED = {
+    Precision.FP8: frozenset({"fp8e4m3fn", "fp8e4m3fnuz"}),
+    Precision.INT8: frozenset({"int8"}),
+}
+"""Element types of quantized factors."""
+_STORED = frozenset[str]().union(*QUANTIZED.values())
+_QUANTIZED_PRODUCT = re.compile(r"quant_dot|quant_gemm")
 _PRODUCT = re.compile(r"(?:^|_|::)dot(?:_|\d|\[|$)|gpu::gemm|hip_gemm")
 _LAYOUT = frozenset(
     {
@@ -135,26 +141,26 @@ def _parse_line(line: str) -> Instruction | None:
 
 @dataclass(frozen=True)
 class Product:
-    """A product of a compiled program. `factors` are the types of the multiplied values, FP8 where they come
-    from a DQ of FP8; `weight` is K and N of the stored factor, None where both are computed; `is_float8`: FP8
-    is multiplied.
+    """A product of a compiled program. `factors` are the types of the multiplied values, FP8 or INT8 where
+    they come from a DQ of it; `weight` is K and N of the stored factor, None where both are computed;
+    `is_quantized`: FP8 or INT8 is multiplied.
     """
 
     instruction: Instruction
     factors: tuple[str, ...]
     weight: tuple[int, int] | None
     shapes: tuple[tuple[int, ...], ...]
-    is_float8: bool
+    is_quantized: bool
 
     @property
     def is_simulated(self) -> bool:
-        """True if FP8 values are multiplied in a wider type."""
-        return not self.is_float8 and len(self.factors) == 2 and FLOAT8_TYPES.issuperset(self.factors)
+        """True if FP8 or INT8 values are multiplied in a wider type."""
+        return not self.is_quantized and self.format is not None
 
     @property
-    def holds_float8(self) -> bool:
-        """True if FP8 values are multiplied, in any type."""
-        return self.is_float8 or self.is_simulated
+    def format(self) -> Precision | None:
+        """FP8 or INT8 if both factors have its values, in whatever type they are multiplied."""
+        return next((p for p, t in QUANTIZED.items() if self.factors and t.issuperset(self.factors)), None)
 
     def fits(self, site: Site) -> bool:
         """True if it has a site's size: K × N of the weight, else of either factor."""
@@ -172,18 +178,19 @@ def products_of(program: ProgramText) -> tuple[Product, ...]:
     """All products of a program."""
     products = []
     for instruction in program.instructions.values():
-        names_float8 = _FLOAT8_PRODUCT.search(instruction.kernel) is not None
-        if instruction.operation.startswith("@") or not (names_float8 or _PRODUCT.search(instruction.kernel)):
+        is_named = _QUANTIZED_PRODUCT.search(instruction.kernel) is not None
+        if instruction.operation.startswith("@") or not (is_named or _PRODUCT.search(instruction.kernel)):
             continue
         # A GPU kernel's last input is the memory for its result.
         read = program.inputs_of(instruction)
         inputs = read[:-1] if instruction.operation.startswith("gpu::") else read
-        # A kernel may also quantize its activation; int8 products have the same names.
-        float8 = next((each.type for each in inputs if names_float8 and each.type in FLOAT8_TYPES), "")
-        factors = (float8, float8) if float8 else tuple(_factor_type(program, each) for each in inputs[:2])
-        weight = _weight(program, instruction, inputs, float8)
+        # A kernel may also quantize its activation. FP8 and INT8 have the same names; so has memory of bytes.
+        matrices = (each.type for each in inputs if is_named and len(each.shape) > 1)
+        kind = next((type for type in matrices if type in _STORED), "")
+        factors = (kind, kind) if kind else tuple(_factor_type(program, each) for each in inputs[:2])
+        weight = _weight(program, instruction, inputs, kind)
         shapes = tuple(each.shape for each in inputs)
-        products.append(Product(instruction, factors, weight, shapes, bool(float8)))
+        products.append(Product(instruction, factors, weight, shapes, bool(kind)))
     return tuple(products)
 
 
@@ -227,7 +234,7 @@ def _factor_type(program: ProgramText, factor: Instruction) -> str:
     if each is None or each.operator != "dequantizelinear":
         return factor.type
     stored = next(iter(program.inputs_of(each)), None)
-    return stored.type if stored is not None and stored.type in FLOAT8_TYPES else factor.type
+    return stored.type if stored is not None and stored.type in _STORED else factor.type
 
 
 def site_precisions(
@@ -243,7 +250,7 @@ def site_precisions(
 
 def _of_program(program: ProgramText, planned: Sequence[tuple[Site, Precision]]) -> list[SitePrecision]:
     products = products_of(program)
-    float8 = _Float8Sites(products, planned)
+    quantized = {precision: _QuantizedSites(precision, products, planned) for precision in QUANTIZED}
     precisions = []
     for site, precision in planned:
         if site.kind is SiteKind.NORM:
@@ -252,8 +259,8 @@ def _of_program(program: ProgramText, planned: Sequence[tuple[Site, Precision]])
             is_there = wanted in program.types
             evidence = f"norms lose their names; {wanted} is {'there' if is_there else 'nowhere'}"
             reading: Reading = (wanted,) * is_there, is_there, evidence
-        elif precision is Precision.FP8:
-            reading = float8.precision(site)
+        elif precision in quantized:
+            reading = quantized[precision].reading(site)
         else:
             reading = _wide(products, site, TYPES[precision])
         types, engaged, evidence = reading
@@ -262,38 +269,41 @@ def _of_program(program: ProgramText, planned: Sequence[tuple[Site, Precision]])
     return precisions
 
 
-class _Float8Sites:
-    """FP8 sites of a plan and FP8 products of a program."""
+class _QuantizedSites:
+    """Sites of a plan and products of a program in FP8, or in INT8."""
 
-    def __init__(self, products: Sequence[Product], planned: Sequence[tuple[Site, Precision]]) -> None:
-        self._products = products
+    def __init__(
+        self, format: Precision, products: Sequence[Product], planned: Sequence[tuple[Site, Precision]]
+    ) -> None:
+        self._format, self._products = format, products
         names = {site.name for site, _ in planned}
         printed = {name for product in products for name in product.instruction.symbols}
-        float8 = (site for site, precision in planned if precision is Precision.FP8)
-        self._sites = [s for s in float8 if s.kind is not SiteKind.NORM and s.name not in printed]
-        self._unnamed = [p for p in products if p.holds_float8 and not names & {*p.instruction.symbols}]
+        sites = (site for site, precision in planned if precision is format)
+        self._sites = [s for s in sites if s.kind is not SiteKind.NORM and s.name not in printed]
+        self._unnamed = [p for p in products if p.format is format and not names & {*p.instruction.symbols}]
 
-    def precision(self, site: Site) -> Reading:
+    def reading(self, site: Site) -> Reading:
         named = next((product for product in self._products if product.is_named(site)), None)
         if named is not None:
-            does = "multiplies FP8" if named.is_float8 else f"multiplies {' by '.join(named.factors)}"
-            evidence = f"{named.instruction.label}, named after the site, {does}"
-            return named.factors, named.holds_float8, evidence
-        size, alike = f"{site.k} × {site.n}", self._claims(site)
+            does = named.format.upper() if named.format and named.is_quantized else " by ".join(named.factors)
+            evidence = f"{named.instruction.label}, named after the site, multiplies {does}"
+            return named.factors, named.format is self._format, evidence
+        size, alike = f"{self._format.upper()} products of {site.k} × {site.n}", self._claims(site)
         honoured = [product for product in self._unnamed if product.fits(site)]
         accounted = self._accounted(site)
         if honoured and (len(honoured) >= alike or accounted):
             evidence = honoured[0].instruction.label
             if alike > 1:
-                evidence += f", one of {len(honoured)} FP8 products of {size} for {alike} sites"
-            return honoured[0].factors, True, evidence + _simulated(honoured[0])
+                evidence += f", one of {len(honoured)} {size} for {alike} sites"
+            return honoured[0].factors, True, evidence + self._simulated(honoured[0])
         merged = next((product for product in accounted if (product.weight or (0, 0))[1] > site.n), None)
         if merged is not None:
-            evidence = f"{merged.instruction.label}, merged: columns of all FP8 products over {site.k} add up"
-            return merged.factors, True, evidence + _simulated(merged)
-        plain = next((p for p in self._products if p.fits(site) and not p.holds_float8), None)
+            columns = f"columns of all {self._format.upper()} products over {site.k} add up"
+            evidence = f"{merged.instruction.label}, merged: {columns}{self._simulated(merged)}"
+            return merged.factors, True, evidence
+        plain = next((p for p in self._products if p.fits(site) and p.format is not self._format), None)
         types = plain.factors if plain is not None else ()
-        evidence = f"{len(honoured)} FP8 products of {size} for {alike} planned sites"
+        evidence = f"{len(honoured)} {size} for {alike} planned sites"
         if honoured:
             evidence += ", and it does not say which sites they are"
         if plain is not None:
@@ -310,20 +320,20 @@ class _Float8Sites:
         return merged + sum((each.k, each.n) == (site.k, site.n) for each in self._sites)
 
     def _accounted(self, site: Site) -> list[Product]:
-        """FP8 products over a site's K if their columns equal those of all its FP8 sites; else none."""
+        """Products over a site's K if their columns equal those of all its sites in the format; else none."""
         over_k = [product for product in self._unnamed if product.weight and product.weight[0] == site.k]
         columns = sum(product.weight[1] for product in over_k if product.weight)
         planned = sum(each.n for each in self._sites if each.k == site.k and each.weight is not None)
         return over_k if site.weight is not None and columns == planned else []
 
-
-def _simulated(product: Product) -> str:
-    return "; simulated: FP8 Q/DQ around a product in the base precision" if product.is_simulated else ""
+    def _simulated(self, product: Product) -> str:
+        around = f"; simulated: {self._format.upper()} Q/DQ around a product in the base precision"
+        return around if product.is_simulated else ""
 
 
 def _wide(products: Sequence[Product], site: Site, wanted: str) -> Reading:
     """Read a site in the base precision from a product of its size, else from all products."""
-    plain = [product for product in products if not product.holds_float8]
+    plain = [product for product in products if product.format is None]
     named = [product for product in plain if product.is_named(site)]
     own = named or [product for product in plain if product.fits(site)]
     candidates = own or plain

@@ -7,7 +7,7 @@ from typing import Any
 
 from loka_onnx.core.backends import Fusions
 from loka_onnx.core.devices import AMD, CPU
-from loka_onnx.core.formats import E4M3FN
+from loka_onnx.core.formats import E4M3FN, INT8
 from loka_onnx.engines.migraphx.api import INSTALL, import_migraphx, version_of
 from loka_onnx.engines.migraphx.session import open_migraphx, read_engine, why_not_run
 from loka_onnx.sessions.backends import BackendSpec
@@ -48,7 +48,7 @@ MIGRAPHX = MigraphxSpec(
     maker="loka_onnx.engines.migraphx.backend:MigraphxBackend",
     no_triton="Triton has no MIGraphX backend, and its ONNX Runtime backend no provider for it",
     devices={**AMD, CPU: (CPU,)},
-    formats=(E4M3FN,),
+    formats=(E4M3FN, INT8),
     fusions=Fusions(
         evidence="its kernels on GPUs were never seen, and it drops Q/DQ that are around no product"
     ),

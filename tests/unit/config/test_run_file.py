@@ -18,7 +18,6 @@ from loka_onnx.config import (
 )
 from loka_onnx.config.fields import Float8Format
 from loka_onnx.core.artifact import OutputKind, OutputSpec
-from loka_onnx.core.formats import Precision
 from loka_onnx.errors import ConfigError
 
 
@@ -46,7 +45,7 @@ def test_values_and_defaults(run_file):
         "executor": Executor.LOCAL,
         "ray_address": None,
     }
-    assert config.plan.base is Precision.BF16
+    assert config.plan.base is None
     assert config.plan.weight_granularity is WeightGranularity.BEST
     assert (config.plan.format, config.plan.scale) == (Float8Format.E4M3FN, None)
     assert config.plan.plans is None

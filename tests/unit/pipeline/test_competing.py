@@ -13,6 +13,7 @@ from loka_onnx.core.formats import E4M3FN, E5M2, INT8, UINT8, Precision
 from loka_onnx.core.timing import Kernel, KernelTiming, Provenance, Shape
 from loka_onnx.errors import ConfigError
 from loka_onnx.pipeline.plans import (
+    base_precision,
     check_targets,
     competing_plans,
     moot_precisions,
@@ -156,12 +157,27 @@ def test_integers_need_a_backend_that_multiplies_them(config):
     check_targets(config(CPU, RTX, formats=["int8"]))
     check_targets(config(A100, formats=["int8"]))
     check_targets(config(RTX, formats=["int8"]))
-    reference = {"device": "cpu", "backends": ["migraphx"]}
-    check_targets(config(reference))
-    with pytest.raises(ConfigError) as caught:
-        check_targets(config(reference, formats=["int8"]))
-    assert caught.value.code == "E1533"
-    assert caught.value.where == "`plan.formats`"
+    mi300 = {"device": "amd-mi300x", "backends": ["migraphx"]}
+    check_targets(config(mi300, formats=["int8"]))
+    assert planned_formats(config(mi300, formats=["int8"])) == (INT8,)
+    assert planned_formats(config(mi300)) == (E4M3FN,)
+    assert PlanId.MIXED in competing_plans(config(mi300, formats=["fp8", "int8"]))
+    cuda = {"device": "nvidia-h100", "backends": ["onnxruntime"]}
+    check_targets(config(cuda))
+    for key, value in (("formats", ["int8"]), ("plans", ["fp32", "int8-safe"]), ("plans", ["fp32", "mixed"])):
+        with pytest.raises(ConfigError) as caught:
+            check_targets(config(cuda, **{key: value}))
+        assert (caught.value.code, caught.value.where) == ("E1533", f"`plan.{key}`")
+
+
+def test_a_gpu_without_bf16_has_fp16_as_the_base(config):
+    turing = {"device": "nvidia-rtx-turing", "backends": ["tensorrt_rtx"]}
+    assert base_precision(config(CPU, RTX)) is Precision.BF16
+    # None is FP16 where magnitudes fit.
+    assert base_precision(config(turing)) is None
+    assert base_precision(config(CPU, RTX, turing)) is None
+    assert base_precision(config(turing, base="bf16")) is Precision.BF16
+    assert base_precision(config(RTX, base="auto")) is None
 
 
 def test_what_the_user_lists_is_what_competes(config):

@@ -15,9 +15,9 @@ from planned import quantized_site
 from planned_graphs import NUMPY, Array, Planned, evaluate, reread
 
 from loka_onnx.core.artifact import ModelArtifact
-from loka_onnx.core.formats import E4M3FN, Precision
+from loka_onnx.core.formats import E4M3FN, INT8, NumberFormat, Precision
 from loka_onnx.core.plan import Decision, PrecisionPlan, Verdict
-from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR
+from loka_onnx.core.recipe import Granularity, Recipe
 from loka_onnx.engines.draft import GraphDraft
 from loka_onnx.engines.migraphx.dialect import Float8Form, decompose_rms_norms, write_dialect
 from loka_onnx.errors import ModelError
@@ -50,16 +50,19 @@ def block(folder: Path) -> Path:
     return path
 
 
-def planned(folder: Path, base: Precision, *, per_channel: bool = False) -> Path:
-    """The block with its three products in FP8, as this backend's candidates are written."""
+def planned(
+    folder: Path, base: Precision, *, per_channel: bool = False, format: NumberFormat = E4M3FN
+) -> Path:
+    """The block with its three products in eight bits, as this backend's candidates are written."""
     source = block(folder)
     graph = GraphModel.load(source)
     sites = find_sites(graph)
-    recipe = PER_CHANNEL_WEIGHT if per_channel else PER_TENSOR
+    recipe = Recipe.of(format, Granularity.PER_CHANNEL if per_channel else Granularity.PER_TENSOR)
+    scale = 2.0**-6 if format.is_float else 2.0**-5
     decisions = [
         Decision(site.name, base, None, Verdict.NOT_JUDGED, "test")
         if site.weight is None
-        else quantized_site(graph, site, recipe, 2.0**-6)
+        else quantized_site(graph, site, recipe, scale)
         for site in sites
     ]
     plan = PrecisionPlan("fp8-all", "digest", base, tuple(decisions), {}, 1.0)
@@ -76,13 +79,16 @@ def written(path: Path, form: Float8Form) -> onnx.ModelProto:
 
 @pytest.mark.parametrize("form", Float8Form)
 @pytest.mark.parametrize("per_channel", [False, True])
-def test_the_numbers_of_an_fp32_plan_stay(tmp_path: Path, form: Float8Form, per_channel: bool) -> None:
-    path = planned(tmp_path, Precision.FP32, per_channel=per_channel)
+@pytest.mark.parametrize("format", [E4M3FN, INT8], ids=str)
+def test_the_numbers_of_an_fp32_plan_stay(
+    tmp_path: Path, format: NumberFormat, form: Float8Form, per_channel: bool
+) -> None:
+    path = planned(tmp_path, Precision.FP32, per_channel=per_channel, format=format)
     model = written(path, form)
     x = np.random.default_rng(5).normal(size=(ROWS, 16)).astype(np.float32)
     (expected,) = evaluate(onnx.load(path), x=x)
     (got,) = evaluate(reread(model) if form is Float8Form.CARRIER else model, x=x)
-    # Sums of up to 32 FP32 terms in another order; one FP8 step of an activation would be 2e-2.
+    # Sums of up to 32 FP32 terms in another order; one step of an activation would be 2e-2.
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -105,10 +111,11 @@ def test_the_numbers_of_a_16_bit_plan_stay(tmp_path: Path, base: Precision, form
 
 @pytest.mark.parametrize("form", Float8Form)
 @pytest.mark.parametrize("base", [Precision.FP32, Precision.BF16])
+@pytest.mark.parametrize(("format", "kind"), [(E4M3FN, T.FLOAT8E4M3FNUZ), (INT8, T.INT8)], ids=str)
 def test_nothing_that_migraphx_drops_or_refuses_is_left(
-    tmp_path: Path, form: Float8Form, base: Precision
+    tmp_path: Path, format: NumberFormat, kind: int, form: Float8Form, base: Precision
 ) -> None:
-    model = written(planned(tmp_path, base, per_channel=True), form)
+    model = written(planned(tmp_path, base, per_channel=True, format=format), form)
     constants = {tensor.name: tensor for tensor in model.graph.initializer}
 
     def readers(tensor: str) -> list[str]:
@@ -121,7 +128,7 @@ def test_nothing_that_migraphx_drops_or_refuses_is_left(
     for node in pairs:
         scale, zero = (constants[name] for name in node.input[1:])
         assert (scale.data_type, list(scale.dims), len(scale.raw_data)) == (T.FLOAT, [], 4)
-        assert (zero.data_type, list(zero.dims), len(zero.raw_data)) == (T.FLOAT8E4M3FNUZ, [], 1)
+        assert (zero.data_type, list(zero.dims), len(zero.raw_data)) == (kind, [], 1)
         if node.op_type == "DequantizeLinear":
             assert {*readers(node.output[0])} == {"MatMul"}
         else:

@@ -4,7 +4,8 @@
 quantized to FP8 printed there (public logs of ``migraphx-driver``; ROCm/AMDMIGraphX issue 3598). `REFERENCE`
 is in the form of 2.16's reference target, which prints every operator as ``ref::`` and its name
 (``src/targets/ref/lowering.cpp``); its line @5 is one that was seen. No GPU has printed `FLOAT8` and
-`DROPPED`: their lines are of the same kinds.
+`DROPPED`: their lines are of the same kinds. `INT8` is `FLOAT8` in the types of ``op::quant_dot`` for INT8;
+public summaries call INT8 products ``mlir_quant_dot`` and ``gpu::quant_gemm`` (issues 2566 and 2903 there).
 """
 
 from __future__ import annotations
@@ -84,6 +85,7 @@ output_arg=2,](@6,@1,@7) -> float_type, {8, 32}, {32, 1}, target_id=0
 (@9,@2,@3,@10) -> float_type, {8, 512}, {512, 1}
 @12 = @return(@8,@11), target_id=0
 """
+INT8 = FLOAT8.replace("fp8e4m3fnuz", "int8").replace("@10) -> float_type", "@10) -> int32_type")
 DROPPED = """\
 module: "main"
 x = @param:x -> half_type, {8, 64}, {64, 1}
@@ -145,7 +147,7 @@ class TestLines:
 
 class TestProducts:
     def test_kernels_that_multiply(self) -> None:
-        found = {p.instruction.name: p.is_float8 for p in products_of(parse_program(FLOAT8))}
+        found = {p.instruction.name: p.is_quantized for p in products_of(parse_program(FLOAT8))}
         assert found == {"@8": True, "@11": True}
         assert [p.instruction.name for p in products_of(parse_program(PERF_TEST))] == ["@4"]
         assert [p.instruction.name for p in products_of(parse_program(NAMED))] == ["@19"]
@@ -157,13 +159,19 @@ class TestProducts:
 
     def test_a_kernel_that_quantizes_by_itself_multiplies_fp8(self) -> None:
         merged, attention = products_of(parse_program(MERGED))
-        assert (merged.is_float8, merged.weight, merged.factors) == (True, (768, 2304), ("fp8e4m3fnuz",) * 2)
+        assert (merged.weight, merged.factors) == ((768, 2304), ("fp8e4m3fnuz",) * 2)
         # Its factors are both computed.
-        assert (attention.is_float8, attention.weight) == (True, None)
+        assert attention.weight is None
+        assert [each.is_quantized for each in (merged, attention)] == [True, True]
 
-    def test_int8_is_no_fp8(self) -> None:
-        text = REFERENCE.replace("fp8e4m3fnuz", "int8").replace("dot(", "quant_dot(")
-        assert [product.holds_float8 for product in products_of(parse_program(text))] == [False]
+    def test_the_format_is_that_of_the_factors(self) -> None:
+        """Memory of bytes, which a kernel reads too, is no INT8 factor."""
+        assert {p.format for p in products_of(parse_program(FLOAT8))} == {Precision.FP8}
+        assert {p.format for p in products_of(parse_program(INT8))} == {Precision.INT8}
+        plain = FLOAT8.replace("fp8e4m3fnuz", "half").replace("quant_dot", "dot").replace("quant_g", "g")
+        assert {p.format for p in products_of(parse_program(plain))} == {None}
+        (simulated,) = products_of(parse_program(REFERENCE.replace("fp8e4m3fnuz", "int8")))
+        assert (simulated.format, simulated.is_simulated) == (Precision.INT8, True)
 
     @pytest.mark.parametrize("bias", ["@2", "@9"])
     def test_a_bias_is_no_weight(self, bias: str) -> None:
@@ -214,6 +222,32 @@ class TestSites:
         assert small.evidence == "compiled program: mlir_quant_dot_dequantizelinear_add @8"
         assert large.engaged
         assert "gpu::hip_quant_gemm @11" in large.evidence
+
+    @pytest.mark.parametrize(("text", "runs"), [(FLOAT8, Precision.FP8), (INT8, Precision.INT8)])
+    @pytest.mark.parametrize("planned", [Precision.FP8, Precision.INT8])
+    def test_a_site_runs_in_the_format_of_its_product(self, text: str, runs: str, planned: Precision) -> None:
+        for found in read(text, site("fc0", 64, 32), site("fc1", 2048, 512), precision=planned):
+            assert found.engaged is (runs is planned)
+            assert {kind[:3] for kind in found.operands} == {runs[:3]}
+
+    def test_sites_of_a_mixed_plan_are_not_confused(self) -> None:
+        """Of one size, one in each format; with both products in INT8, the FP8 site fell back."""
+        fp8, int8 = "(@3,@2,main:#output_0) -> float_type", "(@13,@12,main:#output_0) -> int32_type"
+        line = next(line for line in DROPPED.splitlines() if fp8 in line)
+        text = DROPPED.replace("mlir_dot_add", "mlir_reshape") + "".join(
+            f"{other}\n"
+            for other in (
+                "@12 = hip::hip_copy_literal[id=main:@literal:2] -> int8_type, {64, 32}, {32, 1}",
+                "@13 = load[offset=0,end=512](@9) -> int8_type, {8, 64}, {64, 1}",
+                line.replace("@6 =", "@16 =").replace(fp8, int8),
+            )
+        )
+        planned = [(site("fc0", 64, 32), Precision.FP8), (site("fc1", 64, 32), Precision.INT8)]
+        both = site_precisions([parse_program(text)], planned)
+        assert [(each.engaged, each.operands[0]) for each in both] == [(True, "fp8e4m3fn"), (True, "int8")]
+        both = site_precisions([parse_program(text.replace("fp8e4m3fn", "int8"))], planned)
+        assert [each.engaged for each in both] == [False, True]
+        assert "0 FP8 products of 64 × 32 for 1 planned sites" in both[0].evidence
 
     def test_a_site_without_its_product_fell_back(self) -> None:
         (found,) = read(FLOAT8, site("fc2", 64, 48))
@@ -287,6 +321,10 @@ class TestSites:
         (found,) = read(REFERENCE, site("fc0", 64, 32))
         assert found.engaged
         assert found.evidence.endswith("simulated: FP8 Q/DQ around a product in the base precision")
+        text = REFERENCE.replace("fp8e4m3fnuz", "int8")
+        (found,) = read(text, site("fc0", 64, 32), precision=Precision.INT8)
+        assert found.engaged
+        assert found.evidence.endswith("simulated: INT8 Q/DQ around a product in the base precision")
 
     def test_the_base_precision_of_a_site(self) -> None:
         fc = site("fc0", 64, 32)
