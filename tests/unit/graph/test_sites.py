@@ -56,6 +56,39 @@ def test_size_of_a_linear_site(case, write_model):
     assert shape[axis] == n if len(shape) > 1 else axis == 0
 
 
+FOLDED = "r = Reshape(x, flat) h = Relu(r) p = Gemm(h, w) y = Reshape(p, steps)"
+STEPS = {
+    "matmul, 3-D": ("float[b,7,24] x", "y = MatMul(x, w)"),
+    "gemm of rows and steps": ("float[b,7,24] x", FOLDED),
+    "steps first": ("float[b,7,24] x", "t = Transpose<perm=[1,0,2]>(x) " + FOLDED.replace("(x,", "(t,")),
+    "steps beside one another": (
+        "float[b,168] x",
+        "e = Reshape(x, steps) " + FOLDED.replace("(x,", "(e,"),
+    ),
+    "the batch read from the shape": (
+        "float[b,7,24] x",
+        "s = Shape<end=1>(x) q = Concat<axis=0>(s, free, k) c = Reshape(x, q) "
+        + FOLDED.replace("(x,", "(c,"),
+    ),
+    "a sequence": ("float[b,7,24] x", "s = SequenceConstruct(x) z = SequenceAt(s, at) y = MatMul(z, w)"),
+}
+
+
+@pytest.mark.parametrize("case", STEPS)
+def test_rows_that_are_the_batch_times_a_length_are_counted(case, write_model):
+    """The same product of every step, written in several ways; shape inference names no length of them."""
+    source, body = STEPS[case]
+    numbers = {"flat": [-1, 24], "steps": [-1, 7, 24], "free": [-1], "k": [24], "at": 0}
+    constants = {name: np.array(value, np.int64) for name, value in numbers.items() if name in body}
+    model = GraphModel.load(
+        write_model(f"g ({source}) => (float[] y) {{ {body} }}", {"w": (24, 24), **constants})
+    )
+    (site,) = find_sites(model)
+    assert (site.k, site.n, site.rows) == (24, 24, 7)
+    assert site.flops_per_example == 7 * 2 * 24 * 24
+    assert site.activation.shape[-1] == 24 and None in site.activation.shape
+
+
 @pytest.mark.parametrize(
     ("inputs", "k", "n", "rows"),
     [("float[b,5,8] x, float[b,8,6] z", 8, 6, 5), ("float[b,2,5,8] x, float[b,2,8,6] z", 8, 6, 10)],
