@@ -453,7 +453,7 @@ def median_error(predictions: Iterable[PredictedTime]) -> float | None:
 class Choice:
     """The decision of a run, by target; `not_predicted` has reasons by engine."""
 
-    SCHEMA: ClassVar[str] = "choice/4"
+    SCHEMA: ClassVar[str] = "choice/3"
     __pydantic_config__ = STRICT
 
     targets: tuple[TargetChoice, ...]
