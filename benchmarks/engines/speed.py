@@ -120,7 +120,9 @@ def main() -> None:
     parser.add_argument("--today", nargs="+", default=["bf16", "fp16"], choices=["bf16", "fp16"])
     parser.add_argument("--onnxruntime", action="store_true", help="ONNX Runtime on CUDA, FP16, as well")
     parser.add_argument("--batches", nargs="+", type=int, help="in place of those of the case")
-    parser.add_argument("--static", action=argparse.BooleanOptionalAction, default=False)
+    parser.add_argument(
+        "--static", action=argparse.BooleanOptionalAction, default=True, help="as builds do for few sizes"
+    )
     parser.add_argument(
         "--export", action=argparse.BooleanOptionalAction, default=True, help="compile it by max-autotune"
     )

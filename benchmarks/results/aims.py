@@ -29,9 +29,11 @@ class Outcome:
 
 NEVER_SLOWER = 1.0
 OVER_TODAY = {
-    ("speed-wukong-large", "2048"): 1.6,
-    ("speed-wukong-small", "1024"): 1.4,
-    ("speed-dlrm-dcnv2", "2048"): 1.35,
+    ("speed-wukong-large", "2048"): 2.0,
+    ("speed-wukong-small", "1024"): 2.3,
+    ("speed-dlrm-dcnv2", "256"): 1.7,
+    ("speed-dlrm-dcnv2", "2048"): 1.7,
+    ("speed-dlrm-dcnv2", "8192"): 1.3,
 }
 OVER_BLANKET, OVER_BF16, LEAST_SHARE = 1.1, 1.05, 0.25
 SAFE_SHARE, SAFE_SHARE_WITH_MODS = 0.6, 0.9

@@ -87,15 +87,10 @@ def write_key_pair(directory: Path, name: str = "bundle") -> KeyPair:
 def sign_bundle(directory: Path, key: Path) -> str:
     """Verify a bundle, sign it with a private key (PEM, PKCS8), and return the key's fingerprint.
 
-    Signatures of other keys stay. Whether they verify cannot be known without their public keys, so they are
-    named in a warning; a reader needs one valid signature of an accepted key.
-
-    Raises:
-        BundleInvalid: The bundle does not verify.
-        BundleError: It was replaced while it was being signed, or has no room for one more signature.
-        ConfigError: The key cannot be read or is no Ed25519 private key.
-        OutputError: The place cannot be written.
-        MissingPackage: There is no `cryptography` here.
+    Signatures of other keys stay. They cannot be verified without their public keys, so they are named in a
+    warning; a reader needs one valid signature of an accepted key. Raises BundleInvalid if the bundle does
+    not verify, BundleError if it was replaced while it was being signed, or has no room for one more
+    signature, OutputError if the place cannot be written, and as `read_private_key`.
     """
     signer = read_private_key(key)
     place = Path(os.path.realpath(directory))

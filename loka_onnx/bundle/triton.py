@@ -59,17 +59,16 @@ from loka_onnx.errors import (
 LOOKED_UP = "looked_up/"
 """Prefix of the names of tensors between the steps of an ensemble."""
 RECORD_NAME = "loka-onnx.json"
-"""File of a repository that says what this project wrote into it."""
+"""File of a repository that lists the files that this project wrote into it."""
 BYTE_CODE = "__pycache__"
 """Directory that Python writes beside the models of the Python backend when a server runs them."""
 
 
 @dataclass(frozen=True)
 class RepositoryModel:
-    """A model that clients call with the bundle's own inputs.
-
-    `backend` is Triton's name; `runs` are the models that it consists of, itself alone unless it is an
-    ensemble; `remarks` say what Triton does otherwise than `load`, and what the host must have.
+    """A model that clients call with the bundle's own inputs. `backend` is Triton's name; `runs` are the
+    models that it consists of, itself alone unless it is an ensemble; `remarks` say what Triton does
+    otherwise than `load`, and what the host must have.
     """
 
     __pydantic_config__ = STRICT
@@ -121,13 +120,10 @@ class TritonRepository:
 
 
 def export_triton(bundle: Path, repository: Path, options: TritonOptions) -> TritonRepository:
-    """Write a model repository atomically; an old one of this project is replaced as a whole.
-
-    Raises:
-        BundleInvalid: The bundle does not verify, or a file changed while it was copied.
-        BundleError: The model has inputs or outputs that Triton cannot have.
-        ConfigError: An engine that was asked for is not in the bundle, or Triton cannot serve it.
-        OutputError: The place cannot be written, or holds something that this project did not write.
+    """Write a model repository atomically; an old one of this project is replaced as a whole. Raises
+    BundleInvalid if the bundle does not verify, or a file changed while it was copied, BundleError if the
+    model has inputs or outputs that Triton cannot have, ConfigError for an engine that is not in the bundle,
+    or that Triton cannot serve, OutputError if the place cannot be written, or holds anything else.
     """
     destination = Path(os.path.realpath(repository))
     _check_destination(destination, Path(os.path.realpath(bundle)))
@@ -367,9 +363,8 @@ def _check_destination(destination: Path, bundle: Path) -> None:
 
 
 def _why_in_the_way(destination: Path) -> str:
-    """Why what is at a place may not be replaced by a repository; empty where it may.
-
-    An empty directory may, and a repository in which everything is as this project wrote it, or missing.
+    """Reason why a repository may not replace an existing path; empty where it may: an empty directory, or a
+    repository in which everything is as this project wrote it, or missing.
     """
     try:
         if not destination.is_dir():

@@ -80,10 +80,8 @@ FP8_TOLERANCE = 0.05
 An activation on a rounding boundary may fall to the other side on another host, and moves by an eighth of
 itself: the same experiment with FP8 in two layers moved one row in 4000 by 0.018, and a batch of one row
 differed from the whole by 0.0025. This is about the error of FP8 itself, so the self-test finds a broken
-engine and not one that runs another precision; `EngineArtifact.sites` is what says the precision.
+engine and not one that runs another precision; `EngineArtifact.sites` says the precision.
 """
-
-
 FALLBACK_ID = "fallback-fp32"
 LEAST_DRIVER: Mapping[int, str] = {11: "450.80.02", 12: "525.60.13", 13: "580"}
 """Least Linux driver of the host for programs of each major version of the CUDA toolkit.
@@ -102,10 +100,8 @@ class Expectation:
 
 @dataclass(frozen=True)
 class BundleEngine:
-    """An engine to ship, with a path relative to `BundleContents.root`.
-
-    `expectation` is its own answer; where this host cannot run it, the fallback's, with a tolerance that
-    covers the plan's error.
+    """An engine to ship, with a path relative to `BundleContents.root`. `expectation` is its own answer;
+    where this host cannot run it, the fallback's, with a tolerance that covers the plan's error.
     """
 
     artifact: EngineArtifact
@@ -157,8 +153,8 @@ def write_bundle(contents: BundleContents, directory: Path, *, key: Path | None 
     """Write a bundle atomically, signed where there is a private `key`; return it with links resolved.
 
     The bundle is staged beside `directory`, verified as a loader would, synced and moved into place; a reader
-    sees the old bundle or the new one. Leftovers of an interrupted write are removed by the next. Equal
-    contents give equal bytes. An old bundle is replaced as a whole, with its signature.
+    sees the old bundle, with its signature, or the new one. The next write removes leftovers of an
+    interrupted one. Equal contents give equal bytes.
 
     Raises:
         BundleError: The contents contradict themselves: an engine without a file or altered since it was
@@ -460,7 +456,7 @@ def _check_arrays(what: str, arrays: Mapping[str, npt.NDArray[Any]], specs: tupl
                 f"E1244 array '{spec.name}' of the {what} does not fit the model",
                 evidence=f"{value.dtype}{value.shape}, the model has {spec.dtype}{spec.shape}",
             )
-        if not np.all(np.isfinite(value)) if value.dtype.kind == "f" else False:
+        if value.dtype.kind == "f" and not np.isfinite(value).all():
             raise BundleError(
                 f"E1245 array '{spec.name}' of the {what} holds a value that is not finite",
                 remedy="pass rows that the model answers with finite numbers",

@@ -166,7 +166,6 @@ def calibrate(
 
 @contextmanager
 def _timed(seconds: dict[str, ExactSum], name: str) -> Iterator[None]:
-    """Add the wall time of a pass."""
     began = time.perf_counter()
     yield
     seconds[name] = ExactSum.of((time.perf_counter() - began,))

@@ -1,7 +1,4 @@
-"""`loka-onnx doctor`: what this machine can build and run, and why not the rest; what a run does first.
-
-Needs no extra package.
-"""
+"""`loka-onnx doctor`: abilities of this machine, and the checks of a run; needs no extra package."""
 
 from __future__ import annotations
 
@@ -105,9 +102,7 @@ class Diagnosis:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """Facts of a run that may begin: rows by split, why an engine is not built here by its target, backend
-    and architecture ("" where it is), and what to expect.
-    """
+    """Facts of a run that may begin; `engines` says why one is not built here, "" if it is."""
 
     name: str
     sites: int
@@ -137,7 +132,7 @@ def diagnose(model: Path | None = None) -> Diagnosis:
 
 
 def check_run(config: RunConfig) -> RunFacts:
-    """Do what a run does first, and leave nothing; errors are those of `pipeline.accepting.accept`."""
+    """Do the checks of a run, and leave no file; raises as `pipeline.accepting.accept`."""
     with TemporaryDirectory() as place:
         path = Path(place) / "run"
         with RunDirectory.create(path, {}, {}, force=False, resume=False) as directory:
@@ -183,7 +178,7 @@ def describe_model(path: Path) -> ModelFacts:
 
 
 def _problems_of(spec: TensorSpec) -> Iterator[str]:
-    """Why a run would refuse an input, whichever columns feed it."""
+    """Reasons why a run would refuse an input, whichever columns feed it."""
     if not spec.shape or spec.shape[0] is not None:
         yield f"input '{spec.name}' has no dynamic batch: its shape is {list(spec.shape)}"
     if spec.shape:
@@ -260,14 +255,14 @@ def doctor(
     """
     terminal = terminal_of(context)
     if run_file is None:
-        found: Diagnosis | RunFacts = diagnose(model)
+        facts: Diagnosis | RunFacts = diagnose(model)
     else:
         with reported(terminal, "check data"):
-            found = check_run(read_run_file(run_file, None, overrides))
+            facts = check_run(read_run_file(run_file, None, overrides))
     if as_json:
-        terminal.out.out(json.dumps(asdict(found), indent=2))
+        terminal.out.out(json.dumps(asdict(facts), indent=2))
         return
-    for line in _run(found) if isinstance(found, RunFacts) else _lines(found):
+    for line in _run(facts) if isinstance(facts, RunFacts) else _lines(facts):
         print_words(terminal.out, line)
 
 

@@ -121,7 +121,6 @@ def _tensors(report: DriftReport) -> list[tuple[str, ...]]:
 
 
 def _sites(report: DriftReport) -> list[tuple[str, ...]]:
-    """With the output that each harms most."""
     rows = list[tuple[str, ...]]()
     for site in report.sites:
         change = "not FP8"
@@ -157,7 +156,7 @@ def _verdict(report: DriftReport) -> Iterator[Text]:
 
 def _relevance(given: list[str]) -> Relevance:
     known = {field.name: field for field in fields(Relevance)}
-    found: dict[str, float] = {}
+    thresholds: dict[str, float] = {}
     for item in given:
         name, equals, text = item.partition("=")
         try:
@@ -171,5 +170,5 @@ def _relevance(given: list[str]) -> Relevance:
                 evidence=f"the names are {', '.join(known)}",
                 remedy="write for example --relevance rms=0.2",
             )
-        found[name] = value
-    return replace(Relevance(), **found)
+        thresholds[name] = value
+    return replace(Relevance(), **thresholds)

@@ -103,9 +103,9 @@ class LogLine:
 
 def line_schema() -> dict[str, Any]:
     """JSON Schema of a line."""
-    found = TypeAdapter(LogLine).json_schema()
-    found["properties"]["schema"]["const"] = LogLine.SCHEMA
-    return found
+    schema = TypeAdapter(LogLine).json_schema()
+    schema["properties"]["schema"]["const"] = LogLine.SCHEMA
+    return schema
 
 
 class JsonLog:
@@ -121,7 +121,7 @@ class JsonLog:
         line = asdict(LogLine(LogLine.SCHEMA, now, level, event, **fields))
         said = {k: round(v, 3) if isinstance(v, float) else v for k, v in line.items() if v is not None}
         with self._lock:
-            # ASCII: whatever the encoding of the stream, and whatever others wrote, a line is one line.
+            # ASCII is the same in every encoding of the stream, and leaves a record on one line.
             self._stream.write(json.dumps(said) + "\n")
             self._stream.flush()
 
@@ -168,14 +168,14 @@ def _captured_stderr() -> Iterator[JsonLog]:
 
 
 def _relay(reading: int, log: JsonLog) -> None:
-    """What is written to standard error, line by line, as records."""
+    """Make a record of each line that is written to standard error."""
     with os.fdopen(reading, encoding="utf-8", errors="replace") as lines:
         for text in filter(None, map(str.rstrip, lines)):
             log.write(Event.MESSAGE, message=text, logger="stderr")
 
 
 class _Handler(logging.Handler):
-    """What Python's libraries log, as records."""
+    """Makes records of what Python's libraries log."""
 
     def __init__(self, log: JsonLog) -> None:
         super().__init__(logging.WARNING)

@@ -129,11 +129,11 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 
 def _leave(code: int) -> NoReturn:
-    """End the process; that what was printed cannot be written is an error, and no traceback."""
+    """End the process; output that cannot be written is reported as an error, without a traceback."""
     try:
         sys.stdout.flush()
     except OSError as error:
-        # The interpreter would try again, and say so in its own way.
+        # Python would flush again at exit, and print a message of its own.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = code or _report(error, None, is_debug=False)
     if _received:
@@ -171,7 +171,6 @@ _received: list[int] = []
 
 
 def _run(line: list[str], log: JsonLog | None) -> int:
-    """Run the command; returns its exit code."""
     try:
         # Errors of usage are printed by typer, unless they must become a record.
         result = app(line, prog_name="loka-onnx", standalone_mode=log is None, obj=log)
@@ -229,7 +228,7 @@ _LACKS = {
 
 
 def _lack(error: Exception) -> str:
-    """What the host ran out of; empty where the error is of another kind."""
+    """The resource that the host ran out of, in words; empty for an error of another kind."""
     if isinstance(error, MemoryError):
         return _LACKS[errno.ENOMEM]
     if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
@@ -244,7 +243,7 @@ class _UsageError(Protocol):
     exit_code: int
 
     def format_message(self) -> str:
-        """What is wrong, in words."""
+        """The fault, in words."""
 
 
 def end(number: int, frame: FrameType | None) -> None:

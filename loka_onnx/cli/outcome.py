@@ -1,4 +1,4 @@
-"""What a run ends with: the table, the choice with its reason, and where things are."""
+"""The end of a run on the terminal: the table, the choice with its reason, and the files."""
 
 from __future__ import annotations
 
@@ -97,10 +97,7 @@ def shown(path: Path) -> str:
 
 
 def first_line(engine: EngineArtifact, directory: Path) -> str:
-    """What is told of an engine's build in one line, with the place of its job as seen from here.
-
-    Documents of a run hold places below its directory, which may be moved.
-    """
+    """The first line of an engine's build detail, with the path of its job relative to here."""
     detail = engine.detail.strip().partition("\n")[0]
     return detail.replace(f"{BUILD_JOB} {JOBS}/", f"{BUILD_JOB} {shown(directory / JOBS)}/")
 

@@ -157,7 +157,7 @@ class StageReporter:
 
     @property
     def _position(self) -> dict[str, Any]:
-        """Which stage of how many; empty where it is not known how many there are."""
+        """Number of the running stage and of all stages; empty if the latter is unknown."""
         known = self._begun + len(self._to_come)
         return {"position": self._begun, "stages": known} if known > 1 else {}
 

@@ -104,7 +104,7 @@ def demo(
 
 
 def read_run_file(path: Path, output: Path | None, overrides: list[str] | None) -> RunConfig:
-    """The run file with what the command line replaces in it."""
+    """The run file with the values that the command line replaces."""
     return load_run_file(path, replaced(output, overrides))
 
 

@@ -47,7 +47,7 @@ def schema(
 def schema_text(document: Document) -> str:
     """The schema as it is printed, and published under `docs/`, without the last line's end."""
     if document in _TYPES:
-        found = serde.json_schema(_TYPES[document])
+        definition = serde.json_schema(_TYPES[document])
     else:
-        found = run_file_schema() if document is Document.RUN else line_schema()
-    return json.dumps(found, indent=2)
+        definition = run_file_schema() if document is Document.RUN else line_schema()
+    return json.dumps(definition, indent=2)

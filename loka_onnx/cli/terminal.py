@@ -1,4 +1,4 @@
-"""Where the command line writes: results to standard output, everything else to standard error."""
+"""Streams of the command line: results to standard output, everything else to standard error."""
 
 from __future__ import annotations
 

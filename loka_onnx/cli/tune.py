@@ -47,7 +47,7 @@ def tune(  # noqa: PLR0913, PLR0917 - typer reads one parameter for each option
         typer.Option(metavar="FILE", help=f"Where times are kept; {TIMINGS} in the run directory or here."),
     ] = None,
     rounds: Annotated[int, typer.Option(help="Times that each kernel is timed.")] = ROUNDS,
-    again: Annotated[bool, typer.Option("--again", help="Measure what is known as well.")] = False,
+    again: Annotated[bool, typer.Option("--again", help="Re-measure cached shapes.")] = False,
     take: Annotated[
         Path | None,
         typer.Option("--import", metavar="FILE.json", help="Take in times that another machine exported."),
@@ -56,9 +56,9 @@ def tune(  # noqa: PLR0913, PLR0917 - typer reads one parameter for each option
         Path | None, typer.Option("--export", metavar="FILE.json", help="Write all times as JSON.")
     ] = None,
 ) -> None:
-    """Time the kernels of a model's products on this machine's device, for plans that know what is fast.
+    """Time the kernels of a model's products on this machine's device, so that plans use measured speeds.
 
-    Each time is kept as soon as it is measured: what is known is skipped, also after an interruption.
+    Each time is stored at once. Known ones are skipped, also after an interruption.
     """
     terminal = terminal_of(context)
     if run_file is not None and (model is not None or batch):

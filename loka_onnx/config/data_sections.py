@@ -138,7 +138,7 @@ class RequestConfig(Strict):
 
 
 class DataConfig(Strict):
-    """Where the rows come from: three files, or one with a rule that divides it."""
+    """Source of the rows: three files, or one with a rule that divides it."""
 
     calibration: ResolvedPath | None = Field(None, description="Parquet or npz file that ranges come from")
     selection: ResolvedPath | None = Field(None, description="file that plans and engines are chosen on")

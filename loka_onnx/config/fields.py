@@ -29,9 +29,7 @@ FAULT = "loka_fault"
 
 
 def fault(what: str, *, at: tuple[str | int, ...] = (), evidence: str = "", remedy: str = "") -> Exception:
-    """Return a validation error for a rule between keys; `at` is the key at fault, relative to the type with
-    the rule.
-    """
+    """Return a validation error for a rule between keys; `at` is the key at fault, relative to the type."""
     context = {"what": what, "at": at, "evidence": evidence, "remedy": remedy}
     return PydanticCustomError(FAULT, "{what}", context)
 

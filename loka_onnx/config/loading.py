@@ -34,11 +34,8 @@ _FILE_KEYS: tuple[Loc, ...] = (
 def load_run_file(path: str | Path, overrides: Mapping[str, object] | None = None) -> RunConfig:
     """Read and check a YAML run file; relative paths in it start at its directory.
 
-    `overrides` replace values by dotted key (``batch.max``; an entry of a list as ``outputs.0.budget`` or
-    ``outputs[0].budget``); see `parse_overrides` for a command line.
-
-    Raises:
-        ConfigError: The file is missing, is not YAML, does not fit the schema, or names a missing file.
+    `overrides` replace values by dotted key: ``batch.max``, ``outputs.0.budget`` or ``outputs[0].budget``.
+    Raises ConfigError if the file is missing, is not YAML, does not fit the schema, or names a missing file.
     """
     path = Path(path)
     remedy = "give the path of a YAML file; `loka-onnx demo` writes one to start from"
@@ -68,8 +65,7 @@ def build_run_config(
     source: str = "run configuration",
     overrides: Mapping[str, object] | None = None,
 ) -> RunConfig:
-    """Check a run configuration made in memory, with `Path` values allowed for text; `directory` starts
-    relative paths.
+    """Check a run configuration in memory, `Path` values allowed; `directory` starts relative paths.
 
     `source` names the values in messages; `overrides` and errors as for `load_run_file`.
     """
@@ -78,11 +74,9 @@ def build_run_config(
 
 
 def parse_overrides(assignments: Sequence[str]) -> dict[str, object]:
-    """Parse overrides ``key=value`` of a command line; the value is YAML, for example ``rows=null`` or
-    ``serve=[1, 8]``.
+    """Parse overrides ``key=value`` of a command line, the value in YAML: ``rows=null``, ``serve=[1, 8]``.
 
-    Raises:
-        ConfigError: No ``=``, an empty key, a repeated key, or a value that is not YAML.
+    Raises ConfigError without ``=``, for an empty or repeated key, or a value that is not YAML.
     """
     result: dict[str, object] = {}
     for assignment in assignments:
@@ -254,11 +248,11 @@ def _explain_one(item: ErrorDetails, document: Document) -> ConfigError:
     if kind == "extra_forbidden":
         return _unknown_key(loc, document)
     if kind == "missing":
-        parent, found = key_path(loc[:-1]), describe(reduce(getitem, loc[:-1], document.data))
+        parent, given = key_path(loc[:-1]), describe(reduce(getitem, loc[:-1], document.data))
         return ConfigError(
             f"E0116 {f'`{parent}`' if parent else 'the run file'} lacks the key '{loc[-1]}'",
             where=document.place(loc[:-1]),
-            evidence=f"it has {found.removeprefix('a mapping with ')}",
+            evidence=f"it has {given.removeprefix('a mapping with ')}",
             remedy=f"add `{loc[-1]}`: {_schema_at(loc).get('description', '')}",
         )
     wanted = f"`{key_path(loc)}` {_wanted(kind, loc, context)}"

@@ -1,8 +1,4 @@
-"""The run file as types: every key, its default and the rules between keys.
-
-Unknown keys fail and values are never coerced. `loading` fills the types and knows the lines of the file; a
-rule between keys reports through `fault`, which names the key at fault.
-"""
+"""The run file as types: every key, its default and the rules between keys, which report by `fault`."""
 
 from __future__ import annotations
 

@@ -47,9 +47,7 @@ for _tag, _pattern, _first in (
 
 @dataclass(frozen=True)
 class Document:
-    """Plain data with ``file:line`` (`places`) of the key or list item at each path; `source` names
-    the file.
-    """
+    """Plain data of the file `source`, with ``file:line`` (`places`) of the key or list item at each path."""
 
     source: str
     data: Any
@@ -66,9 +64,8 @@ class Document:
 def read_yaml(text: str, source: str) -> Document:
     """Parse one YAML document.
 
-    Raises:
-        ConfigError: Not YAML, a repeated key, a key that is not a string, a tag of a Python type, or a
-            document that contains itself.
+    Raises ConfigError if it is not YAML, repeats a key, has a key that is no string or a tag of a Python
+    type, or contains itself.
     """
     try:
         loader = _Loader(text)

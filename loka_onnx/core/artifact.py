@@ -107,7 +107,6 @@ class ModelArtifact:
     Attributes:
         path: The ``.onnx`` file, relative to the run directory in its document; absolute in a report.
         digest: SHA-256 over the graph and its external data.
-        opset: Version of the default operator set.
         parity: Agreement with the torch module; None when the model entered as ONNX.
         notes: Conversions on the way in.
     """
@@ -136,10 +135,7 @@ class ModelArtifact:
 
     def site(self, name: str) -> Site:
         """Return the site of that name."""
-        for site in self.sites:
-            if site.name == name:
-                return site
-        raise KeyError(name)
+        return {site.name: site for site in self.sites}[name]
 
     @property
     def linear_sites(self) -> tuple[Site, ...]:
@@ -153,5 +149,5 @@ class ModelArtifact:
 
     @property
     def product_flops(self) -> int:
-        """2·M·N·K per example over every product, site or not, as far as shapes say."""
+        """2·M·N·K per example over every product, site or not, as far as shapes are known."""
         return product_flops(self.sites, self.other_products)

@@ -15,7 +15,7 @@ from loka_onnx.core.serde import STRICT
 
 
 class Variant(StrEnum):
-    """Which corrections an output is judged with."""
+    """Corrections that an output is judged with."""
 
     NONE = "none"
     CONSTANT = "output constant"
@@ -35,11 +35,10 @@ class Variant(StrEnum):
 
 @dataclass(frozen=True)
 class BiasCorrection:
-    """Constants added behind one site; `shape` is that of `values`, one number a channel.
+    """Constants added behind one site, one number a channel; `shape` is that of `values`.
 
     `error_before` and `error_after` are root mean squares over channels of the mean error of the site's
-    output with its bias, on the fitting rows: in the planned model without corrections, and with the biases
-    of all sites corrected.
+    output on the fitting rows, without corrections and with the biases of all sites corrected.
     """
 
     site: str
@@ -80,9 +79,8 @@ class Corrections:
 class Trial:
     """One output under one variant on the selection split, against the FP32 reference.
 
-    `constant` (0 for a variant without one) is added to the logit or regression output, `mean_error` is the
-    mean change of that. `delta_ne` is the relative change of the loss, `kl` and `labelled` are its parts;
-    None without labels.
+    `constant` (0 without one) is added to the logit or regression output, whose mean change is `mean_error`.
+    `delta_ne` is the relative change of the loss, `kl` and `labelled` its parts; None where labels lack.
     """
 
     variant: Variant

@@ -47,21 +47,21 @@ def seal(text: str) -> str:
     that it needs no canonical JSON. It finds accidents, not forgery: anyone can seal an altered file again.
     """
     data = text.encode()
-    found = len(_FIELD.findall(data))
-    if found != 1:
-        raise ValueError(f"a document has one seal, this one has {found}")
+    count = len(_FIELD.findall(data))
+    if count != 1:
+        raise ValueError(f"a document has one seal, this one has {count}")
     return _replaced(data, digest_bytes(_replaced(data, UNSEALED))).decode()
 
 
 def seal_problem(data: bytes) -> str | None:
     """Return why the seal of a document's bytes is invalid; None when it is valid."""
-    found = _FIELD.findall(data)
-    if len(found) != 1:
-        return f"{len(found)} seals, there must be one"
+    digests = _FIELD.findall(data)
+    if len(digests) != 1:
+        return f"{len(digests)} seals, there must be one"
     digest = digest_bytes(_replaced(data, UNSEALED))
-    if digest.encode() == found[0]:
+    if digest.encode() == digests[0]:
         return None
-    return f"sha256 {digest[:16]}…, the seal says {found[0].decode()[:16]}…"
+    return f"sha256 {digest[:16]}…, the seal says {digests[0].decode()[:16]}…"
 
 
 def _replaced(data: bytes, digits: str) -> bytes:

@@ -30,11 +30,7 @@ class BuildStatus(StrEnum):
 
 @dataclass(frozen=True)
 class SitePrecision:
-    """Precision of a planned site in a built engine.
-
-    `operands` are element types of the operands as the engine names them, read from `evidence`; `engaged`
-    says whether the engine honours the plan at this site.
-    """
+    """A planned site in a built engine: element types of its operands there, and if it honours the plan."""
 
     site: str
     planned: str
@@ -83,7 +79,7 @@ class EngineArtifact:
 
     @property
     def id(self) -> str:
-        """``<target>-<backend>-<plan>``, with the architecture when the target holds several."""
+        """``<target>-<backend>-<architecture>-<plan>``."""
         return f"{self.target}-{self.backend}-{self.architecture}-{self.plan}"
 
     @property

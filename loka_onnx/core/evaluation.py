@@ -39,10 +39,9 @@ class PairedDifference:
     """An engine against the FP32 reference, row by row.
 
     Changes of the loss are relative to the `denominator`: the mean FP32 `LOSS`, or without labels the mean
-    `ENTROPY` of the FP32 model's predictions. `delta_ne` is that of the loss, equal to that of normalized
-    entropy; `kl` its label-free part, `labelled` its labelled first-order part. Parts that need labels are
-    None without. `delta_rmse` and `delta_max` are the root mean square and largest change of the logit (or
-    regression output).
+    `ENTROPY` of the FP32 model's predictions. `delta_ne` equals that of normalized entropy; `kl` is its
+    label-free part, `labelled` its labelled first-order part. Parts that need labels are None without.
+    `delta_rmse` and `delta_max` are of the logit (or regression output).
     """
 
     denominator: str
@@ -216,15 +215,14 @@ class OutputEvaluation:
     @property
     def upper(self) -> float | None:
         """Largest upper end over its limit, guards included: at most 1 where all hold."""
-        return max((found.upper / limit for found, limit in self._held() if limit > 0.0), default=None)
+        return max((interval.upper / limit for interval, limit in self._held() if limit > 0.0), default=None)
 
     def is_within(self, factor: float = 1.0) -> bool:
         """Return whether it is within, also with intervals `factor` times as wide."""
         within = self.budget_status == BudgetStatus.WITHIN
-        return within and all(found.widened(factor).upper <= limit for found, limit in self._held())
+        return within and all(interval.widened(factor).upper <= limit for interval, limit in self._held())
 
     def _held(self) -> Iterator[tuple[Interval, float]]:
-        """Yield each interval with its limit."""
         if self.difference is None:
             return
         yield self.difference.judged, self.budget
@@ -278,12 +276,9 @@ class Latency:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """One engine on one split, ``selection`` or ``certification``.
+    """One engine on one split, ``selection`` or ``certification``; without outputs if it could not run here.
 
-    Attributes:
-        outputs: One entry per judged output; empty when the engine could not run here.
-        status: ``measured``, or why not.
-        latency_failure: Error that ended timing; else empty.
+    `status` is ``measured``, or why not; `latency_failure` is an error that ended timing, else empty.
     """
 
     engine: str
@@ -315,8 +310,8 @@ class Evaluation:
     @property
     def upper(self) -> float | None:
         """Worst `OutputEvaluation.upper` of its outputs; None where nothing was measured."""
-        found = [output.upper for output in self.outputs if output.upper is not None]
-        return max(found, default=None)
+        bounds = [output.upper for output in self.outputs if output.upper is not None]
+        return max(bounds, default=None)
 
 
 @dataclass(frozen=True)
@@ -388,8 +383,7 @@ class Route:
 
 @dataclass(frozen=True)
 class TargetChoice:
-    """The engine selected for one target (`engine`, an id), or several where that pays: the best over all
-    sizes.
+    """The engine selected for one target (`engine`, an id): the best over all sizes, or several by `routes`.
 
     Attributes:
         basis: Basis of the choice, in words: measured on the target, or provisional.

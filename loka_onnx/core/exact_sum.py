@@ -2,8 +2,7 @@
 
 A sum is a list of numbers: the nearest float64, then the nearest float64 of the rest, and so on; equal sums
 have equal lists. Source: Shewchuk, "Adaptive Precision Floating-Point Arithmetic and Fast Robust Geometric
-Predicates" (1997), whose expansions `math.fsum` keeps inside; it rounds correctly, which is all that is
-needed.
+Predicates" (1997), whose expansions `math.fsum` keeps inside and rounds correctly.
 """
 
 from __future__ import annotations

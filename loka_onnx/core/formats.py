@@ -38,7 +38,6 @@ class NumberFormat:
 
     Attributes:
         id: Part of the ids of recipes, as in ``e4m3fn``.
-        bits: Stored bits of one value.
         max: Largest value; the range of a symmetric tensor ends there on both sides.
         min: Smallest value, to which smaller ones saturate.
         onnx_type: Value of `onnx.TensorProto.DataType`.
@@ -92,7 +91,6 @@ class NumberFormat:
         return zero_point == 0 or (self.has_zero_point and self.min <= zero_point <= self.max)
 
     def __str__(self) -> str:
-        """Return `name`."""
         return self.name
 
     @classmethod

@@ -13,10 +13,7 @@ VARIABLE = "LOKA_ONNX_CACHE"
 
 
 def cache_directory() -> Path:
-    """Return this user's directory of caches, which only save time between runs; it need not exist yet.
-
-    `LOKA_ONNX_CACHE`, else ``loka-onnx`` in the cache home of the XDG Base Directory Specification.
-    """
+    """Return `LOKA_ONNX_CACHE`, else ``loka-onnx`` in the XDG cache home: a cache only saves time."""
     chosen = os.environ.get(VARIABLE)
     if chosen:
         return Path(chosen)

@@ -107,10 +107,7 @@ class RatioMoments(Sums):
         return Interval(self.value, self.value - half, self.value + half, confidence, self.rows)
 
     def anytime_interval(self, tightest_at: int, confidence: float = CONFIDENCE) -> Interval:
-        """Return the two-sided interval that holds at every number of rows at once.
-
-        It is tightest at n* = `tightest_at` rows, chosen before the data are seen.
-        """
+        """Return the interval that holds at every number of rows; fix `tightest_at` before seeing data."""
         half = math.inf
         if self.units >= FEWEST_UNITS:
             normal = anytime_quantile(self.rows, tightest_at, confidence)
@@ -119,10 +116,7 @@ class RatioMoments(Sums):
 
 
 def anytime_quantile(rows: int, tightest_at: int, confidence: float) -> float:
-    """Return the half width of the confidence sequence after n rows, in standard errors of the estimate.
-
-    Raises InternalError if the confidence is not between 0 and 1, or a number of rows is below 1.
-    """
+    """Return the half width of the confidence sequence after n rows, in standard errors of the estimate."""
     if not 0.0 < confidence < 1.0 or rows < 1 or tightest_at < 1:
         raise InternalError(
             "a confidence sequence needs rows, and a confidence between 0 and 1",
@@ -135,10 +129,7 @@ def anytime_quantile(rows: int, tightest_at: int, confidence: float) -> float:
 
 
 def students_t(probability: float, freedom: int) -> float:
-    """Return a quantile of Student's t at a probability from 0.5 to 1, to about a thousandth of it.
-
-    Raises InternalError if the probability is another, or there are fewer than 7 degrees of freedom.
-    """
+    """Return a quantile of Student's t, to a thousandth, from 0.5 and 7 degrees of freedom on."""
     if not 0.5 <= probability < 1.0 or freedom < FEWEST_UNITS - 1:
         raise InternalError("no such quantile", evidence=f"{probability:g} at {freedom} degrees of freedom")
     z = NormalDist().inv_cdf(probability)

@@ -21,9 +21,7 @@ from loka_onnx.core.site import Site
 
 @dataclass(frozen=True)
 class JobBatch:
-    """Rows per request: fewest, those that the engine is tuned for, most, and served sizes (ascending), each
-    timed.
-    """
+    """Rows per request: fewest, those of tuning, most, and served sizes (ascending), each timed."""
 
     minimum: int
     serve: int
@@ -33,10 +31,7 @@ class JobBatch:
 
 @dataclass(frozen=True)
 class JobRows:
-    """Engine inputs of the rows of a split (``timed`` for generated rows), `batch_size` to a request.
-
-    `inputs` has a ``.npy`` file of each input of the engine, rows on axis 0; relative to the job.
-    """
+    """Engine inputs of a split (``timed``: generated rows): a ``.npy`` of each in the job, rows on axis 0."""
 
     split: Component
     rows: int

@@ -45,7 +45,6 @@ class RunRecord:
 
 
 REFRESH_NAME = "refresh.json"
-"""Its file in the run directory."""
 LOOKS = 2
 """Certification attempts for one retrained model."""
 
@@ -66,9 +65,7 @@ class SiteMove:
 
 @dataclass(frozen=True)
 class OutputMove:
-    """Judged quantity of a selected engine on the certification split, now and in the earlier run (None where
-    not measured there), with the largest accepted value and a `BudgetStatus`.
-    """
+    """Judged quantity of a selected engine on certification, now and before (None where not measured)."""
 
     engine: str
     output: str
@@ -84,11 +81,9 @@ class Refresh:
     """A refresh (`refresh.json`) of the run in directory `earlier`, for a retrained `model` (a digest).
 
     Where the decisions of the earlier run fail on the certification rows, a full run follows, for the reason
-    `fallback`, and its engines are judged on the same rows: two certification attempts. The error of 5 % is
-    divided between them beforehand (Bonferroni): each has intervals of 97.5 % (`confidence`; 95 % for a full
-    run without an attempt before), so that the probability that the selected engine passed and is beyond the
-    budget is bounded as for one attempt at 95 %. `sites` are those in FP8, largest scale changes first.
-    `seconds` of wall time include a full run; `earlier_seconds` are of the stages of the earlier run.
+    `fallback`, judged on the same rows. The two attempts share the error of 5 % (Bonferroni): each has
+    intervals of 97.5 % (`confidence`; 95 % for a full run without an attempt before). `sites` are those in
+    FP8, largest scale changes first. `seconds` of wall time include a full run, not the earlier one.
     """
 
     SCHEMA: ClassVar[str] = "refresh/2"

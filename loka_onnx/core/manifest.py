@@ -76,7 +76,6 @@ class Requirement:
     version: str = ""
 
     def __str__(self) -> str:
-        """Return it in words."""
         if self.need is Need.NOT_STATED:
             return f"{self.name} (version not stated)"
         if self.need is Need.RELEASE:
@@ -93,9 +92,7 @@ class EngineEntry:
         target: Device in the run file.
         architecture: Device architecture as the backend names it (``sm89``, ``cpu``).
         portability: Hosts that may load the engine file.
-        plan: Id of its plan in the bundle's plans.
         simulated: Its FP8 is simulated, and slower than high precision.
-        batch: Rows per request that it accepts.
         path: The engine file; further files lie beside it and are listed like any file.
         tolerance: Largest absolute difference from the sample's expected outputs in the self-test, by output.
         evaluation: Measured accuracy and latency; None when it was not measured.
@@ -126,11 +123,8 @@ class EngineEntry:
 class SparseCut:
     """Cut of the model at its embeddings.
 
-    Attributes:
-        lookup: Path of the lookup model: from the inputs of the manifest (those that it names) to `tensors`.
-            Tables beside it are listed like any file.
-        passed: Inputs that the dense engines read themselves.
-        tensors: Outputs of the lookup model, inputs of the dense engines; the batch on axis 0.
+    `lookup` is the path of the model from `lookup_inputs` to `tensors`, with tables beside it that are listed
+    like any file. Dense engines read `passed` inputs and `tensors`, whose batch is on axis 0.
     """
 
     lookup: str
@@ -149,7 +143,6 @@ class Manifest:
         sample: Path of the sample: an npz with ``input/<name>``, ``expected/<engine>/<name>`` and, for a cut
             model, ``looked_up/<name>``.
         lineage: Stages behind the bundle; `lineage_digest` is `digest_lineage` of them.
-        versions: Version of every library that took part.
         files: Every other file of the bundle, sorted by path; `MAX_FILES` at most.
         cut: Cut at the embeddings; None where every engine is of the whole.
         shared: Inputs that are equal within a request; empty where requests hold a row for each candidate.
@@ -224,9 +217,7 @@ def sample_key(*parts: str) -> str:
 
 
 def path_problem(path: str) -> str | None:
-    """Return why a path is not allowed in a manifest; None when it is: plain ASCII components, the same file
-    on every system, inside the bundle.
-    """
+    """Return why a path is not a portable ASCII path inside the bundle; None if it is."""
     if "\\" in path:
         return "has a backslash"
     if path.startswith("/") or re.match(r"[A-Za-z]:", path):
@@ -242,10 +233,10 @@ def path_problem(path: str) -> str | None:
 
 
 def paths_problem(paths: Iterable[str]) -> str | None:
-    """Return why these paths may not be listed together; None where they may.
+    """Return why these paths may not be listed together; None if they may.
 
-    Refused are invalid paths, a path listed twice, a file that is also a directory, and, on every system,
-    paths that differ only in case.
+    Refused are invalid paths, a path listed twice, a file that is also a directory, and paths that differ
+    only in case, on every system.
     """
     seen: dict[str, str] = {}
     files: set[str] = set()

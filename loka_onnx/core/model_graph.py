@@ -43,7 +43,6 @@ class ModelGraph:
 
     `operators` is the number of operators of the model, of which `folded` are drawn as part of a folded node:
     each of one module, or `in_runs` of consecutive nodes where modules do not make the graph small enough.
-    Raises ValueError if an edge leads backwards or to a missing node.
     """
 
     nodes: tuple[GraphNode, ...]

@@ -55,11 +55,10 @@ def quantized_precisions(plan_id: str) -> tuple[Precision, ...]:
 class SiteSpeed:
     """Time that a precision saves at one site on one device (by its name in run files), before building.
 
-    By batch size, microseconds: `saved_us` is the time of the product in the base precision less that in it,
-    without the quantize step (empty where unknown); `quantize_us` that of the quantize step, which sites of
-    one tensor share, 0 where the kernel in front quantizes. `is_measured` if every time was measured at this
-    very shape. `made_by` is a site whose kernel makes the tensor, and quantizes it freely if it runs in FP8
-    itself.
+    By batch size, microseconds: `saved_us` is the time of the product in the base precision less that in this
+    one, without the quantize step (empty where unknown); `quantize_us` that of the step, which sites of one
+    tensor share, 0 where the kernel in front quantizes. `is_measured` if every time is of this very shape.
+    The kernel of the site `made_by` makes the tensor, and quantizes it at no cost if it runs in FP8 itself.
     """
 
     site: str
@@ -95,10 +94,9 @@ class Wide:
 class Decision:
     """The precision of one site; recipe and scales are there if it is quantized.
 
-    Attributes:
-        weight_scale: One scale, or one per output channel; of an interaction, that of its second activation;
-            empty without any. `weight_zero_point` is that of the second activation too.
-        activation_zero_point: Not 0 in asymmetric formats only; zero points of 0 are left out of documents.
+    `weight_scale` is one scale, or one per output channel; of an interaction, it and `weight_zero_point` are
+    of the second activation. `activation_zero_point` is not 0 in asymmetric formats only; documents leave out
+    zero points of 0.
     """
 
     site: str
@@ -131,7 +129,6 @@ class PrecisionPlan:
     Attributes:
         id: ``fp32``, ``bf16``, ``fp16``, ``untouched``, ``fp8-`` or ``int8-`` with ``all``, ``safe`` or
             ``fast``, ``mixed`` or a numbered refinement.
-        model_digest: Digest of the model that it is for.
         base: Precision outside the quantized sites; `base_reason` says why, where the profile chose it.
         predicted_kl: Sum of the chosen sites' KL relative to the loss, per output, predicted from
             calibration; empty for plans in high precision.
@@ -202,10 +199,7 @@ class PrecisionPlan:
 
     def decision(self, site: str) -> Decision:
         """Return the decision for a site."""
-        for decision in self.decisions:
-            if decision.site == site:
-                return decision
-        raise KeyError(site)
+        return {decision.site: decision for decision in self.decisions}[site]
 
 
 @dataclass(frozen=True, repr=False)
@@ -274,9 +268,7 @@ class JudgedRung:
 
 @dataclass(frozen=True)
 class Climb:
-    """Result of climbing a ladder; rung 0 where no judged rung fits. `confidence` is of certification
-    intervals.
-    """
+    """Result of climbing a ladder; rung 0 where none fits. `confidence` is of certification intervals."""
 
     rung: int
     sites: tuple[str, ...]

@@ -186,9 +186,7 @@ class SiteProfile:
 
     @property
     def judged_recipe(self) -> str | None:
-        """Recipe of the site's verdict: the first with a measured effect on outputs, else with a measured
-        error.
-        """
+        """Recipe of the site's verdict: the first with a measured effect on outputs, else with an error."""
         recipes = (*(s.recipe for s in self.sensitivities), *(e.recipe for e in self.errors))
         return next(iter(recipes), None)
 
@@ -210,8 +208,7 @@ class SiteProfile:
     def merge(self, other: SiteProfile, weights: Collection[str]) -> SiteProfile:
         """Return this profile combined with one of the same site that was measured on other rows.
 
-        Statistics of constant operands, `weights`, are equal in both. Raises ValueError if the profiles
-        differ in site, operand names, origins or recipes.
+        Statistics of constant operands, `weights`, are equal in both. ValueError if the profiles do not fit.
         """
         mine = (self.site, self.operands.keys(), self.origins, [e.recipe for e in self.errors])
         if mine != (other.site, other.operands.keys(), other.origins, [e.recipe for e in other.errors]):
@@ -337,9 +334,9 @@ class Profile(Tabular):
         return tuple(dict.fromkeys(each for each in known if each is not None))
 
     def of(self, precision: Precision | Mapping[str, Precision]) -> Profile:
-        """Return the profile without the errors and effects of products in other precisions.
+        """Return the profile with errors and effects of products in one precision alone.
 
-        The precision may be given for each site; one without any keeps everything.
+        The precision may be given by site; a site without one keeps everything.
         """
         known = precision if isinstance(precision, Mapping) else dict.fromkeys(self._by_name, precision)
         groups = tuple(g for g in self.groups if all(known.get(site) is g.precision for site in g.sites))
@@ -359,8 +356,7 @@ class Profile(Tabular):
 
         The scales must be the same: measure new rows under the scales of this profile
         (`calibration.calibrate`). Groups of rows count as different ones. A tensor missing in one is dropped.
-
-        Raises ValueError if they are of different models, sites, recipes, scales or outputs.
+        Raises ValueError if models, sites, recipes, scales or outputs differ.
         """
         if self.model_digest != other.model_digest:
             raise ValueError("profiles of different models do not merge")

@@ -38,11 +38,9 @@ class Scaling:
 class Recipe:
     """Quantization of both operands of a product, and the scale rule; `of` has defaults.
 
-    Attributes:
-        format: Format of the activation; weights have the one that belongs to it (`NumberFormat.of_weights`).
-        activation: Per tensor; nothing else is defined.
-        scale: Rule for the activation scale: ``amax``, ``mse`` or ``percentile-`` and a number, as in
-            ``percentile-99.99``. Weights are scaled by amax.
+    `format` is of the activation; weights have the one that belongs to it (`NumberFormat.of_weights`).
+    `activation` is always per tensor. `scale` is the rule for the activation scale: ``amax``, ``mse`` or
+    ``percentile-`` and a number, as in ``percentile-99.99``; weights are scaled by amax.
     """
 
     format: NumberFormat

@@ -108,11 +108,7 @@ class HardwareRefinement:
 
 @dataclass(frozen=True)
 class Refinement:
-    """The rounds of a run (`refinement.json`) on each piece of hardware with an engine here.
-
-    `predictions` are of all steps; `median_prediction_error` is the median magnitude of their relative
-    errors.
-    """
+    """The rounds of a run (`refinement.json`) on each piece of hardware, with all steps' predictions."""
 
     SCHEMA: ClassVar[str] = "refinement/2"
     __pydantic_config__ = STRICT
@@ -123,7 +119,6 @@ class Refinement:
 
 
 REFINED_NAME = "refined.json"
-"""Name of the document in a run directory."""
 
 
 @dataclass(frozen=True)
@@ -145,8 +140,6 @@ class RefinedRun:
 
 
 def read_refined(directory: Path) -> RefinedRun:
-    """Return the refinement of a run directory, empty where nothing was refined; `UserError` on another
-    schema.
-    """
+    """Return the refinement of a run directory, empty where there is none; `UserError` on another schema."""
     document = directory / REFINED_NAME
     return serde.read(RefinedRun, document) if document.is_file() else RefinedRun()

@@ -14,7 +14,7 @@ from loka_onnx.core.serde import STRICT
 class Applied:
     """One rewrite at a node, site or tensor.
 
-    `origins` has, by name of a new site, the sites it replaces; itself where its operands hold other values.
+    `origins` maps a new site to the sites that it replaces; to itself if its operands hold other values.
     """
 
     at: str
@@ -71,9 +71,7 @@ class RewriteLogs:
 
 @dataclass(frozen=True)
 class HighErrorChannels:
-    """Request for the split of high-error channels, which a refresh repeats: by name, the share of its FP8
-    error that each site may keep; other sites stay whole.
-    """
+    """Share of its FP8 error that each site to be split may keep, by name; a refresh repeats the request."""
 
     SCHEMA: ClassVar[str] = "loud-channels/1"
 
@@ -107,10 +105,8 @@ USERS = "users"
 class SharedUsers:
     """The request form of a model whose `inputs` are equal within a request (`model/request.json`).
 
-    Attributes:
-        record: What was rewritten, or why nothing was.
-        times_us: Median time of a request in FP32 in ONNX Runtime on the CPU: a row for each candidate, and
-            the request form; empty where it was not timed.
+    `record` has the rewrites, or why there are none. `times_us` are median times of a request in FP32 in ONNX
+    Runtime on the CPU: with a row for each candidate, then in request form; empty if it was not timed.
     """
 
     SCHEMA: ClassVar[str] = "request/1"
@@ -138,9 +134,7 @@ class SharedUsers:
 
 @dataclass(frozen=True)
 class SplitCheck:
-    """Comparison of both halves in sequence with the whole: `equal` if every output had the same bits on
-    every batch; False also where the comparison ended before.
-    """
+    """Both halves in sequence against the whole: `equal` if all outputs had the same bits on all batches."""
 
     batches: tuple[int, ...]
     equal: bool

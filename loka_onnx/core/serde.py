@@ -108,12 +108,12 @@ def loads(kind: type[T], text: str, *, where: str = "document") -> T:
     expected = schema_id(kind)
     with UserError("E1805 not a JSON document", where=where).in_place_of(ValueError, RecursionError):
         document = json.loads(text)
-    found = document.get("schema") if isinstance(document, dict) else None
-    if found != expected or set(document) != {"schema", "value"}:
+    stated = document.get("schema") if isinstance(document, dict) else None
+    if stated != expected or set(document) != {"schema", "value"}:
         raise UserError(
             "E1806 unknown schema",
             where=where,
-            evidence=f"schema is {found!r}, this version reads {expected!r}",
+            evidence=f"schema is {stated!r}, this version reads {expected!r}",
             remedy="write the file again with this version of loka-onnx",
         )
     try:

@@ -25,11 +25,9 @@ class SiteKind(StrEnum):
 
 @dataclass(frozen=True)
 class Operand:
-    """Operand of a site, in place `index` among the node's inputs; `constant` if it is an initializer (a
-    weight).
+    """Operand of a site, in place `index` among the node's inputs; `constant` if it is an initializer.
 
-    The product sums over `contracting_axis` of the stored shape (None for the input of a norm); a size is
-    None where it is dynamic.
+    The product sums over `contracting_axis` of the stored shape (None for a norm); dynamic sizes are None.
     """
 
     tensor: str
@@ -83,7 +81,7 @@ class Site:
 
 
 def high_error_parts(sites: Iterable[Site]) -> dict[str, str]:
-    """Sites whose loudest channels are a product of their own, each with the name of that product."""
+    """Sites whose high-error channels are a product of their own, each with the name of that product."""
     names = {site.name for site in sites}
     return {name: f"{name}{HIGH_ERROR}" for name in sorted(names) if f"{name}{HIGH_ERROR}" in names}
 

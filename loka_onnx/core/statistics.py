@@ -27,8 +27,7 @@ class MagnitudeHistogram:
     """Counts of elements by magnitude, with the same bins for every tensor; merges exactly.
 
     Bins are the exponent and the first three bits of the significand of |x| in FP32: an octave [2**e,
-    2**(e+1)) has eight, each 2**(e−3) wide. `counts` begin at bin `first`, and begin and end with a nonempty
-    one.
+    2**(e+1)) has eight, each 2**(e−3) wide. `counts` begin at bin `first`; the first and last are not 0.
     """
 
     zeros: int = 0
@@ -68,7 +67,7 @@ class MagnitudeHistogram:
         """Return the magnitude that a share of the elements does not exceed, zeros included.
 
         Counts are taken as evenly spread in a bin: the error is less than `RELATIVE_BIN_WIDTH` of the result.
-        Raises ValueError if the share is not between 0 and 1, or the histogram is empty.
+        ValueError if the share is not between 0 and 1, or the histogram is empty.
         """
         if not 0.0 <= share <= 1.0 or not self.total:
             raise ValueError(f"no quantile {share:g} of {self.total} elements")
@@ -171,8 +170,7 @@ class TensorRange(Sums):
     """Magnitudes of one floating-point tensor over the calibration rows; merges exactly.
 
     An infinity, as masks hold, counts as FP32's largest number in `amax`. `smallest` is the smallest
-    magnitude above 0 of a divisor (`graph.protected`); None where it was 0 throughout, and for every other
-    tensor.
+    magnitude above 0 of a divisor (`graph.protected`); None where always 0, and for every other tensor.
     """
 
     RULES: ClassVar[Rules] = {"amax": max, "smallest": least}
@@ -187,7 +185,6 @@ class ErrorStats(Sums):
 
     Attributes:
         recipe: Id of the recipe, or the precision for a norm, which has no `activation_scale`.
-        count: Output elements seen.
         signal: Sum of squares of the exact output; `noise`: of the difference of the quantized one.
         saturated: Activation elements beyond the format's range.
         underflowed: Nonzero activation elements that became zero.

@@ -18,8 +18,7 @@ class Trial:
     """An engine under one arrival rate; times are from intended arrival to answer.
 
     `over` is the share of requests beyond the limit, `over_upper` its one-sided upper end. `late_us` is the
-    99th percentile of a request's wait for the load generator while a stream was free: the generator's own
-    part.
+    99th percentile of a request's wait for the load generator itself, while a stream was free.
     """
 
     rate_per_s: float
@@ -37,10 +36,9 @@ class Throughput:
     """The highest rate that an engine answers in time, at one batch size, with `streams` loaded copies of it.
 
     Its role is ``chosen``, or ``best without FP8`` where another one was chosen. `capacity_per_s` are
-    requests without pause, whatever their latency, 0 where it failed; `requests_per_s` the highest rate
-    within the limit, 0 for none, each verdict one-sided with `confidence`. The last of the tried rates,
-    `trials`, has other arrivals and confirms the result. Of `inputs` on the device one batch is requested
-    repeatedly.
+    requests without pause at any latency, 0 where it failed; `requests_per_s` the highest rate within the
+    limit, 0 for none, each verdict one-sided with `confidence`. The last of the tried rates, `trials`, has
+    other arrivals and confirms the result. With `inputs` on the device one batch is requested repeatedly.
     """
 
     engine: str

@@ -82,8 +82,7 @@ class KernelTiming:
     """One measured time: the median in microseconds, and half the interquartile range.
 
     `error` is the root mean square difference from the product of the same rounded operands in float64, over
-    that product's root mean square: the kernel's own arithmetic error (it accumulates in fewer bits), if
-    measured.
+    that product's root mean square: the kernel's own arithmetic error (it accumulates in fewer bits).
     """
 
     kernel: Kernel
@@ -133,31 +132,23 @@ class TimingRecords:
     @classmethod
     def of(cls, timings: Iterable[KernelTiming]) -> TimingRecords:
         """Group times into series, ordered by kernel and shape."""
-        found: list[tuple[Kernel, Provenance, list[TimedShape]]] = []
+        groups: list[tuple[Kernel, Provenance, list[TimedShape]]] = []
         for timing in sorted(timings, key=lambda timing: (timing.kernel.key, timing.shape)):
             size, measured = timing.shape, (timing.us, timing.spread_us, timing.repeats, timing.error)
             point = TimedShape(size.m, size.n, size.k, *measured)
-            for kernel, provenance, points in found:
+            for kernel, provenance, points in groups:
                 if (kernel, provenance) == (timing.kernel, timing.provenance):
                     points.append(point)
                     break
             else:
-                found.append((timing.kernel, timing.provenance, [point]))
-        return cls(tuple(TimingSeries(kernel, source, tuple(points)) for kernel, source, points in found))
+                groups.append((timing.kernel, timing.provenance, [point]))
+        return cls(tuple(TimingSeries(kernel, source, tuple(points)) for kernel, source, points in groups))
 
     @property
     def timings(self) -> tuple[KernelTiming, ...]:
         """Return the times one by one."""
         return tuple(
-            KernelTiming(
-                series.kernel,
-                Shape(point.m, point.n, point.k),
-                point.us,
-                point.spread_us,
-                series.provenance,
-                point.repeats,
-                point.error,
-            )
-            for series in self.series
-            for point in series.shapes
+            KernelTiming(s.kernel, Shape(p.m, p.n, p.k), p.us, p.spread_us, s.provenance, p.repeats, p.error)
+            for s in self.series
+            for p in s.shapes
         )

@@ -1,7 +1,4 @@
-"""Rows on disk as batches: binding of columns to model inputs, checks and splits.
-
-Nothing here imports a deep-learning framework.
-"""
+"""Rows on disk as batches: binding of columns to model inputs, checks and splits."""
 
 from loka_onnx.data.batch import Batch, InputBinding
 from loka_onnx.data.dataset import Dataset

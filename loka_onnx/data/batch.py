@@ -1,4 +1,4 @@
-"""What a model is fed: a batch of rows, and the binding of columns of a file to inputs."""
+"""A batch of rows, and the binding of columns of a file to inputs of a model."""
 
 from __future__ import annotations
 
@@ -30,9 +30,7 @@ class Batch:
     @property
     def rows(self) -> int:
         """Number of rows."""
-        for array in (*self.inputs.values(), *self.columns.values()):
-            return int(array.shape[0])
-        return 0
+        return next((len(array) for array in (*self.inputs.values(), *self.columns.values())), 0)
 
 
 @dataclass(frozen=True)

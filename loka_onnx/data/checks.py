@@ -25,13 +25,11 @@ class RawColumn:
 
 @dataclass(frozen=True)
 class ColumnRule:
-    """Rule of a column.
+    """Rule of a column, whose values become `dtype`; None keeps the stored type.
 
-    Attributes:
-        dtype: NumPy name of the type to convert to; None keeps the stored type.
-        ids: Allowed ids of each value in a row, or of all; None without a bound.
-        nullable: Whether nulls and non-finite numbers are values like any other, as in a slice.
-        if_null: Remedy for a null, where there is more than to drop or to fill it.
+    `ids` are those allowed for each value in a row, or for all; None without a bound. If it is `nullable`,
+    nulls and non-finite numbers are values, as in a slice. `if_null` is a remedy other than dropping or
+    filling a null.
     """
 
     column: str
@@ -67,11 +65,7 @@ class Fault:
 
 
 def find_fault(rule: ColumnRule, raw: RawColumn, file_rows: Array) -> Fault | None:
-    """Find the first breach in this order: nulls, not finite, not whole, outside the type, outside the
-    embedding table.
-
-    `file_rows` are the indices in the file of the rows, (rows,).
-    """
+    """Find the first breach (null, not finite, not whole, type, ids); `file_rows` (rows,) are of the file."""
     if rule.nullable:
         return None
     values, if_null = raw.values, rule.if_null or "drop the rows or fill the values"

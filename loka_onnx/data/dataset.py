@@ -37,13 +37,10 @@ _KIND_NAMES = {
 
 @dataclass(frozen=True)
 class Layout:
-    """Content to read from a file.
+    """Content to read from a file; `columns` (labels, weights, group, slices) are returned as stored.
 
-    Attributes:
-        bindings: Columns of each model input.
-        columns: Further columns, returned as stored: labels, weights, group, slices.
-        nullable: Those of `columns` in which a null is a value, returned as None: slices.
-        keys: Run-file keys of columns that are no input, for messages (``outputs[0].label``).
+    In `nullable` columns (slices) a null is a value, returned as None. `keys` are run-file keys of columns
+    that are no input, for messages (``outputs[0].label``).
     """
 
     bindings: tuple[InputBinding, ...]
@@ -54,11 +51,10 @@ class Layout:
 
 @dataclass(frozen=True)
 class ColumnInfo:
-    """Metadata of a column.
+    """Metadata of a column; `kind` is NumPy's character of the stored type, "?" if it cannot be read.
 
-    Attributes:
-        kind: NumPy kind character of the stored type; "?" for a type that cannot be read.
-        width: Values in a row of lists, None where the file does not state it; 0 for a scalar column.
+    `width` is the number of values in a row of lists, None if the file does not state it; 0 for a scalar
+    column.
     """
 
     kind: str
@@ -90,13 +86,9 @@ class _Chunk:
 class Dataset(ABC):
     """Some rows of a file, in file order; all rows without a `selection`.
 
-    The base owns selection, checks, conversion and re-batching; a file format implements `_describe` and
-    `_read`.
-
-    Raises:
-        DataError: The file is missing, unreadable or empty, lacks a column, or a column has a type that the
-            input cannot take.
-        ConfigError: There is nothing to read.
+    The base owns selection, checks, conversion and re-batching; a format implements `_describe` and `_read`.
+    Raises DataError if the file is missing, unreadable or empty, lacks a column, or has one of a type that
+    the input cannot take; ConfigError if there is nothing to read.
     """
 
     def __init__(self, path: Path, layout: Layout, selection: RowSelection | None = None) -> None:
@@ -131,10 +123,7 @@ class Dataset(ABC):
 
     @functools.cached_property
     def digest(self) -> str:
-        """SHA-256, as hex, of the rows and of the columns of each model input.
-
-        Measurements on other columns of the same rows are another result.
-        """
+        """SHA-256, as hex, of the rows and of the columns of each model input, on which results depend."""
         columns = {binding.input: binding.columns for binding in self.layout.bindings}
         text = f"{self.rows_digest}:{json.dumps(columns, sort_keys=True)}"
         return hashlib.sha256(text.encode()).hexdigest()
@@ -152,14 +141,11 @@ class Dataset(ABC):
         return _file_digest(os.path.realpath(self.path), stat.st_size, stat.st_mtime_ns)
 
     def batches(self, size: int, *, start: int = 0, stop: int | None = None) -> Iterator[Batch]:
-        """Read rows [start, stop) of the data set in order, `size` in each batch but the last; every call
-        starts anew.
+        """Read rows [start, stop) in order, `size` in each batch but the last; every call starts anew.
 
-        Memory is bounded by the batch size and, for rows selected by a hash, 128 MiB.
-
-        Raises:
-            ConfigError: `size` is below 1, or [start, stop) is not inside the data set.
-            DataError: A value breaks the rules of its column, or the file breaks off.
+        Memory is bounded by the batch size and, for rows selected by a hash, 128 MiB. Raises ConfigError for
+        a `size` below 1 or rows outside the data set; DataError if a value breaks the rules of its column, or
+        the file breaks off.
         """
         end = self.rows if stop is None else stop
         if size < 1 or not 0 <= start <= end <= self.rows:
@@ -188,10 +174,7 @@ class Dataset(ABC):
         wrong.raise_any()
 
     def widths(self) -> dict[str, int]:
-        """Values in a row, by input of rank 2, where all rows of the file have as many.
-
-        Lists whose file states no length are read.
-        """
+        """Values in a row, by input of rank 2, where all rows have as many; unstated lengths are read."""
         widths = {}
         for binding in self.layout.bindings:
             sources = self._sources(binding)

@@ -29,13 +29,8 @@ _OF_THE_HOST = frozenset({errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE
 def write_table(rows: object, path: Path) -> Path:
     """Write rows in memory to a Parquet file, atomically.
 
-    Args:
-        rows: A dict of arrays, (rows,) or (rows, width) each; or a table of pandas, polars or pyarrow, or of
-            any library with Arrow's protocols.
-        path: The file.
-
-    Raises:
-        DataError: Neither of these, or values that Arrow does not take.
+    `rows` are a dict of arrays, (rows,) or (rows, width) each; or a table of pandas, polars or pyarrow, or of
+    any library with Arrow's protocols. Raises DataError for others, or values that Arrow does not take.
     """
     with DataError(
         "E0232 the rows are no table",

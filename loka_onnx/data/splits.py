@@ -29,10 +29,7 @@ def open_dataset(
     nullable: Collection[str] = (),
     keys: Mapping[str, str] | None = None,
 ) -> Dataset:
-    """Open a Parquet or npz file, by its suffix; see `Layout` and `Dataset` for arguments and errors.
-
-    Types and names are checked now; values as they are read, or by `Dataset.check`.
-    """
+    """Open a Parquet or npz file, by its suffix, and check names and types; see `Layout` and `Dataset`."""
     path, layout = Path(path), Layout(tuple(bindings), tuple(columns), frozenset(nullable), dict(keys or {}))
     if path.suffix in (".parquet", ".pq"):
         return ParquetDataset(path, layout, rows)
@@ -108,11 +105,7 @@ def split_file(
 
 
 def ensure_disjoint(calibration: Dataset, selection: Dataset, certification: Dataset) -> None:
-    """Refuse splits that share rows (`ConfigError`).
-
-    Files are compared by content, so that a copy or a link does not slip through. Two files with different
-    content are taken as disjoint.
-    """
+    """Refuse splits that share rows (`ConfigError`). Files are compared by content, copies and links too."""
     named = {"calibration": calibration, "selection": selection, "certification": certification}
     for (first, a), (second, b) in itertools.combinations(named.items(), 2):
         if a.file_digest != b.file_digest or not _may_overlap(a, b):
@@ -139,5 +132,5 @@ def _may_overlap(a: Dataset, b: Dataset) -> bool:
         and (first.column, first.seed) == (second.column, second.seed)
     ):
         return first.low < second.high and second.low < first.high
-    # Different rules over first file: nothing short of reading it proves the rows distinct.
+    # Different rules over one file: nothing short of reading it proves the rows distinct.
     return True

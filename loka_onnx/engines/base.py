@@ -39,9 +39,8 @@ from loka_onnx.sessions.runner import Runner
 
 @dataclass(frozen=True)
 class Availability:
-    """Abilities of a backend on this machine; `reason` says why it cannot build or run, where it cannot.
-
-    `can_run`: engines for at least one of its architectures; `devices` of this machine are those.
+    """Abilities of a backend on this machine; `reason` says why it cannot build or run. `can_run`: this
+    machine has `devices` of at least one of its architectures.
     """
 
     installed: bool
@@ -66,8 +65,7 @@ class Backend(ABC):
     options: ClassVar[Mapping[str, range]] = {}
     """Settings of `BuildRequest.options`, and their ranges."""
     untouched: ClassVar[Mapping[str, int]] = MappingProxyType({})
-    """Settings that compile a plan of the exported model without fusions of this project; empty where the
-    backend builds no such plan."""
+    """Settings of a plan of the exported model without this project's fusions; empty: there is none."""
     times_kernels: ClassVar[bool] = False
     """True if `compile` times kernels on the device, for which it gets the device alone."""
 
@@ -137,9 +135,8 @@ class Backend(ABC):
         return ()
 
     def fused_sites(self, model: Path, base: Precision) -> dict[str, str]:
-        """Linear sites that are computed within a larger kernel in the base precision, with that kernel.
-
-        FP8 would split it and cost more than it saves, so that plans for speed leave these sites out.
+        """Linear sites that a larger kernel computes in the base precision, with that kernel's name. FP8
+        would split the kernel and cost more than it saves: plans for speed leave these sites out.
         """
         return {}
 
@@ -173,9 +170,8 @@ class Backend(ABC):
     def build(self, request: BuildRequest) -> EngineArtifact:
         """Build one engine in a child process, run its first batches if this machine can, and publish it.
 
-        `request.output` appears as a whole or not at all; the child's log (``.log``) is beside it. The
-        artifact is READY, BUILT_NOT_RUN or DECLINED with the reason, or FAILED with the evidence. An earlier
-        `output` stays where none is published.
+        `request.output` is replaced as a whole, or stays; the child's log (``.log``) is beside it. The
+        artifact is READY, BUILT_NOT_RUN or DECLINED with the reason, or FAILED with the evidence.
 
         Raises:
             ModelError: The model or the sample is missing.
@@ -322,5 +318,4 @@ class Backend(ABC):
 
 
 def _digest(files: tuple[Path, ...]) -> str:
-    """SHA-256 of the only engine file, or over all of them."""
     return digest_file(files[0]) if len(files) == 1 else digest_files(files)

@@ -5,7 +5,7 @@ the digest of everything that a build depends on (`cache_key`). An entry appears
 is renamed away before removal. Processes therefore need no lock: a reader whose entry is removed finds a
 missing file or a digest other than in ``entry.json``, and builds.
 
-Engines are copied in and out, never linked, because users may alter files in a run directory.
+Engines are copied, never linked, because users may alter files in a run directory.
 """
 
 from __future__ import annotations
@@ -70,9 +70,8 @@ class CachedEngine:
 
 
 def cache_key(backend: Backend, request: BuildRequest) -> str:
-    """Digest of everything that determines an engine and its measured properties.
-
-    The device counts with its full name: another one of the same architecture may need other kernels.
+    """Digest of everything that determines an engine and its measured properties. The device counts with its
+    full name: another one of the same architecture may need other kernels.
     """
     plain: dict[str, Any] = serde.to_plain(request)
     availability = backend.availability()
@@ -95,18 +94,14 @@ def cache_key(backend: Backend, request: BuildRequest) -> str:
 
 
 class EngineCache:
-    """Cache of engines in a directory that is made on the first write.
-
-    Beyond `limit_bytes`, the least recently used entries are removed; 0 keeps none.
-    """
+    """Cache of engines in a directory; beyond `limit_bytes` the least recently used go, 0 keeps none."""
 
     def __init__(self, directory: Path, limit_bytes: int) -> None:
         self.directory, self.limit_bytes = directory, limit_bytes
 
     def build(self, backend: Backend, request: BuildRequest) -> EngineArtifact:
-        """Return a cached engine of the same inputs, or build one by `Backend.build` and cache it.
-
-        Its detail says that it is cached, or why the cache cannot be read or written, with the remedy.
+        """Return a cached engine of the same inputs, or build one by `Backend.build` and cache it. Its detail
+        says that it is cached, or why the cache cannot be read or written, with the remedy.
         """
         if self.limit_bytes <= 0 or not request.model.is_file() or not request.sample.is_file():
             return backend.build(request)
@@ -265,7 +260,6 @@ def _copy(source: Path, target: Path, digest: str) -> bool:
 
 
 def _assigned(plan: PrecisionPlan) -> Mapping[str, Any]:
-    """Assignments of a plan, without reasons and name."""
     plain: dict[str, Any] = serde.to_plain(plan)
     prose = {"verdict", "reason"}
     return {

@@ -23,9 +23,8 @@ LOCK = "accelerator.lock"
 
 @contextlib.contextmanager
 def device_alone(architecture: str, waiting: Path | None = None) -> Iterator[None]:
-    """Hold the accelerator for a block; the CPU needs no lock. Nested blocks in one process deadlock.
-
-    The file `waiting` exists while this process waits. An `EngineError` where the lock's directory belongs to
+    """Hold the accelerator for a block; the CPU needs no lock. Nested blocks in one process deadlock. The
+    file `waiting` exists while this process waits. Raises EngineError if the lock's directory belongs to
     another user, or cannot be written.
     """
     if architecture == CPU:

@@ -77,9 +77,8 @@ class GraphDraft:
         return self.quantized_kind(quantize)
 
     def add_constant(self, name: str, values: Array) -> str:
-        """Add an initializer with ``raw_data``, or reuse one of equal name and values; return its name.
-
-        MIGraphX reads FP8 values in ``int32_data`` as numbers, not as bits. The name differs if it is taken.
+        """Add an initializer with ``raw_data`` and return its name, which differs if it is taken; equal ones
+        are shared. MIGraphX reads FP8 values in ``int32_data`` as numbers, not as bits.
         """
         data = np.ascontiguousarray(values).tobytes()
         kind = int(helper.np_dtype_to_tensor_dtype(values.dtype))
@@ -130,7 +129,6 @@ class GraphDraft:
         return next(position for position, each in enumerate(self.nodes) if each is node)
 
     def _fresh(self, name: str) -> str:
-        """Reserve an unused tensor name."""
         fresh, number = name, 1
         while fresh in self._names:
             fresh, number = f"{name}.{number}", number + 1

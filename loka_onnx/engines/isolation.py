@@ -74,10 +74,9 @@ class ChildOutcome:
 
 @contextlib.contextmanager
 def interrupts_held() -> Iterator[None]:
-    """Hold SIGINT and SIGTERM back until the block ends.
-
-    An exception between the start of a process, or the creation of a directory, and the storing of its name
-    would leave it behind. A signal mask does not help: threads of other libraries receive the signal instead.
+    """Hold SIGINT and SIGTERM back until the block ends: an exception between the start of a process, or the
+    creation of a directory, and the storing of its name would leave it behind. A signal mask does not help:
+    threads of other libraries receive the signal instead.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -118,11 +117,10 @@ def cancelled_by(event: threading.Event) -> Iterator[None]:
 def run_child(
     module: str, arguments: Sequence[str], log: Path, limits: Limits, waiting: Path | None = None
 ) -> ChildOutcome:
-    """Run ``python -m module arguments`` in a clean interpreter, under limits, with its output in a log.
-
-    The child's whole process group has ended when this returns or is interrupted. While the file `waiting`
-    exists, the child waits for the device (`device_lock`), which does not count against the limit.
-    `Cancelled` is raised once the event of `cancelled_by` is set.
+    """Run ``python -m module arguments`` in a clean interpreter, under limits, with its output in a log. The
+    child's whole process group has ended when this returns or is interrupted. While the file `waiting`
+    exists, the child waits for the device (`device_lock`), which does not count against the limit. Raises
+    `Cancelled` once the event of `cancelled_by` is set.
     """
     # The child imports what the parent can, and nothing from its working directory (-P).
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}

@@ -20,12 +20,8 @@ from loka_onnx.engines.draft import GraphDraft, attribute
 from loka_onnx.sessions.model_files import FLOAT8_NAMES
 
 INTEGER_OPS: Mapping[str, tuple[int, int]] = {
-    "QGemm": (0, 3),
-    "QLinearMatMul": (0, 3),
-    "QLinearConv": (0, 3),
-    "MatMulIntegerToFloat": (0, 1),
-    "MatMulInteger": (0, 1),
-    "ConvInteger": (0, 1),
+    **dict.fromkeys(("QGemm", "QLinearMatMul", "QLinearConv"), (0, 3)),
+    **dict.fromkeys(("MatMulIntegerToFloat", "MatMulInteger", "ConvInteger"), (0, 1)),
 }
 """ONNX Runtime's products of integers, and the positions of their factors."""
 PRODUCT_OPS = frozenset(
@@ -35,11 +31,8 @@ PRODUCT_OPS = frozenset(
 
 @dataclass(frozen=True)
 class Source:
-    """Origin of an operand's values, which have `element_type` at the product.
-
-    Attributes:
-        float8: Name of the FP8 type that they were rounded to, if any.
-        constant: Name of their float initializer, if they were folded.
+    """Origin of an operand's values, which have `element_type` at the product: the FP8 type (`float8`) that
+    they were rounded to, or the name of their folded float initializer (`constant`), if any.
     """
 
     element_type: str
@@ -47,7 +40,7 @@ class Source:
     constant: str = ""
 
     def describe(self) -> str:
-        """Return for example ``float8e4m3fn dequantized to float``."""
+        """Description such as ``float8e4m3fn dequantized to float``."""
         return f"{self.float8} dequantized to {self.element_type}" if self.float8 else self.element_type
 
 

@@ -25,9 +25,8 @@ WAITING = "waiting"
 
 @dataclass(frozen=True)
 class BatchRange:
-    """Rows per request that an engine accepts, tuned for `serve`: 1 ≤ minimum ≤ serve ≤ maximum.
-
-    `sizes` are the served batch sizes, ascending, each with its CUDA graph or program; `serve` when empty.
+    """Rows per request that an engine accepts, tuned for `serve`: 1 ≤ minimum ≤ serve ≤ maximum. `sizes` are
+    the served batch sizes, ascending, each with its CUDA graph or program; `serve` when empty.
     """
 
     minimum: int
@@ -78,13 +77,10 @@ class Limits:
 class BuildRequest:
     """One engine to build.
 
-    Attributes:
-        model: ONNX file for the backend: named sites, Q/DQ at FP8 sites, the rest in
-            `Backend.base_precision`; weights may be external data beside it.
-        target: Device as named in the run file.
-        output: Directory for the engine, which is replaced as a whole after a successful build.
-        sample: ``.npz`` with one array per graph input, rows on axis 0, for the first batches.
-        relative_to: Directory that `EngineArtifact.path` is relative to (the run directory); None: `output`.
+    `model` has named sites, Q/DQ at quantized sites, the rest in `Backend.base_precision`, and may have
+    external data beside it; `target` is a device of the run file; `output` is a directory that a successful
+    build replaces; `sample` is an ``.npz`` with one array per input, rows on axis 0. `EngineArtifact.path` is
+    relative to `relative_to` (the run directory), None: to `output`.
     """
 
     SCHEMA: ClassVar[str] = "build-request/1"
@@ -116,13 +112,9 @@ class BuildRequest:
 
 @dataclass(frozen=True)
 class BuildResponse:
-    """Answer of the child process of a build.
-
-    Attributes:
-        files: All files of the engine, relative to its build directory, the engine first.
-        sites: Precision of each planned site, read from the engine.
-        not_run: Reason why the engine was not run here; empty when it was.
-        error: Reason of a failure, which makes the other fields meaningless.
+    """Answer of the child process of a build; `error` is the reason of a failure, which makes the other
+    fields meaningless. `files` are relative to its build directory, the engine first; `sites` are read from
+    the engine; `not_run` is the reason why the engine was not run here, empty when it was.
     """
 
     SCHEMA: ClassVar[str] = "build-response/1"

@@ -63,17 +63,15 @@ class Operands:
 
 
 def copies_in_turn(weight_bytes: int) -> int:
-    """Number of copies of a weight that exceed a GPU's cache; 1 for a small weight.
-
-    In an engine a large weight is read from memory in every request, while the activation was just written.
+    """Number of copies of a weight that exceed a GPU's cache; 1 for a small weight. An engine reads a large
+    weight from memory in every request, while the activation was just written.
     """
     return 1 if weight_bytes < SMALL_BYTES else -(-CACHE_BYTES // weight_bytes)
 
 
 def calls_in_turn(least: int, copies: int) -> int:
-    """Number of calls in a CUDA graph: at least `least`, and equally many for each copy of the weight.
-
-    Otherwise a replay would start with copies that are still in the cache.
+    """Number of calls in a CUDA graph: at least `least`, and equally many for each copy of the weight, so
+    that no replay starts with copies that are still in the cache.
     """
     return copies * -(-least // copies)
 
@@ -182,12 +180,9 @@ def simulated_mm(
     bias: torch.Tensor | None,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """`torch._scaled_mm` in FP32: exact products of the FP8 values, FP32 sums; rounded once to `dtype`.
-
-    Sums of INT8 values are exact, in FP64.
-
-    On a CPU with AMX, `torch._scaled_mm` calls oneDNN, which has only its reference kernel (256 × 512 × 1024
-    takes 36 s; PyTorch 2.13), or none where its instructions are limited to AVX2.
+    """`torch._scaled_mm` in FP32: exact products of the FP8 values, FP32 sums, rounded once to `dtype`; INT8
+    in FP64, exactly. On a CPU with AMX, `torch._scaled_mm` calls oneDNN, which has only its reference kernel
+    (256 × 512 × 1024 takes 36 s; PyTorch 2.13), or none where its instructions are limited to AVX2.
     """
     import torch
 
@@ -265,16 +260,13 @@ def _scale(amax: torch.Tensor, precision: Precision) -> torch.Tensor:
 def _cast(
     torch_device: str, length: int, precision: Precision
 ) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """Quantize step of values and an inverse scale, as in engines; compiled on an accelerator.
-
-    Compiled for each row length, whatever the number of rows: only for a known length can the compiler show
-    that a thread's output is in one word. The reset keeps PyTorch from making a changed length dynamic, which
-    would discard the earlier kernels.
+    """Quantize step of values and an inverse scale, as in engines; compiled on an accelerator for each row
+    length and any number of rows. Only for a known length can the compiler show that a thread's output is in
+    one word; the reset keeps PyTorch from making it dynamic, which would discard earlier kernels.
     """
     import torch
 
     torch._dynamo.reset()
-
     format = _format(precision)
 
     def rounded(values: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,6 @@
 """Accuracy of a built engine: its outputs against the FP32 reference's on the same rows, paired.
 
-Every figure is a difference row by row, because the noise of the task metric itself is a hundred times the
-budget. `paired` defines the denominator, with labels and without; `slices` judges rows with one value of a
-column.
+Every figure is a difference row by row: the noise of the task metric itself is a hundred times the budget.
 """
 
 from __future__ import annotations
@@ -96,10 +94,7 @@ def evaluate_reference(
     specs: tuple[OutputSpec, ...],
     curves: bool = False,
 ) -> tuple[OutputEvaluation, ...]:
-    """Return the quality of the FP32 reference itself, per spec: within budget by definition.
-
-    Arguments and errors are those of `evaluate_outputs`.
-    """
+    """Return the quality of the FP32 reference itself, per spec; arguments are as of `evaluate_outputs`."""
     evaluations = []
     for spec in specs:
         truth = read_truth(columns, spec, None)
@@ -122,10 +117,8 @@ def evaluate_outputs(
 
     Outputs are (rows,) or (rows, 1) arrays by name, of the same rows in the same order; columns are (rows,)
     labels and weights. `confidence` is that of the two-sided intervals that decide, and jointly of the slices
-    of an output; other intervals have 95 %.
-
-    Raises as `read_truth` and `read_scores` do, and EvaluationError where the reference's loss (without
-    labels, its entropy) is 0.
+    of an output; other intervals have 95 %. Raises as `read_truth` and `read_scores` do, and EvaluationError
+    where the reference's loss (without labels, its entropy) is 0.
     """
     units, evaluations = units or Units(), []
     for spec in specs:

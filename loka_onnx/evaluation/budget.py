@@ -144,12 +144,11 @@ def budget_status(change: Interval, budget: float) -> str:
 
 
 def rows_to_decide(change: Interval, budget: float) -> int | None:
-    """Return the rows that would settle an undecided verdict, if estimate and spread stayed.
+    """Return the rows that would settle an undecided verdict, if estimate and spread stayed; else None.
 
-    More rows than `change` has; None when decided, when no number of rows is known to be enough, or when it
-    is more than `MOST_TIMES` as many. The half width falls with √rows, so the estimate is then nearer to the
+    They are more than `change` has and at most `MOST_TIMES` as many: beyond, the estimate is nearer to the
     budget than a tenth of its half width. Were it the truth, another sample of as many rows would put it on
-    the other side in 42 of 100 cases (at 95 % confidence), so the number would say nothing.
+    the other side in 42 of 100 cases (at 95 % confidence).
     """
     if budget_status(change, budget) != BudgetStatus.UNDECIDED:
         return None

@@ -6,8 +6,8 @@ arithmetic. Each variant is paired with the FP32 reference, row by row, like an 
 * A variant is admitted where the upper end of its interval of ΔNE (of KL without labels) is lower than
   without any correction, and its KL is no larger.
 * Without corrected biases, and with them, each output takes its admitted variant with the lowest upper end.
-  Biases belong to all outputs: they are kept where every output has an admitted variant with them whose upper
-  end is no higher than its best without them, and one has a lower one.
+  Biases belong to all outputs. They are kept if, on every output, an admitted variant with them has an upper
+  end no higher than the best without them, and on one a lower one.
 
 The lowest of several upper ends is slightly optimistic: the effect is read from the engine on certification.
 """
@@ -56,10 +56,7 @@ class Simulated:
 def try_corrections(
     specs: Sequence[OutputSpec], reference: Reference, plain: Simulated, biased: Simulated | None
 ) -> tuple[OutputCorrection, ...]:
-    """Judge every variant on the selection split and decide.
-
-    `biased` is the plan with corrected biases; None where no site has one to correct.
-    """
+    """Judge every variant on the selection split; `biased` is None where no site has a bias to correct."""
     columns, groups = reference.predictions.columns, reference.units.groups
     tried: dict[str, tuple[Trial, ...]] = {}
     for spec in specs:

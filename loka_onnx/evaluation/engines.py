@@ -111,10 +111,7 @@ def judge_engine(
     open_run: Callable[[], Run],
     progress: Progress = silent,
 ) -> Evaluation:
-    """Return the accuracy of one engine from its own outputs; a failure is recorded as such.
-
-    `open_run` loads the engine and returns the function that runs one batch.
-    """
+    """Return the accuracy of an engine (loaded by `open_run`) from its own outputs; failures are recorded."""
 
     def result(status: str, rows: int, outputs: tuple[OutputEvaluation, ...] = ()) -> Evaluation:
         known = (artifact.id, artifact.backend, artifact.plan, artifact.target, split.name)

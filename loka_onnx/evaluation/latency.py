@@ -52,9 +52,7 @@ def from_host(run: Run) -> Prepare:
 
 
 def prepared(runner: Runner, place: InputPlace, shared: Sequence[str] = ()) -> Prepare:
-    """Prepare requests of an engine by the place of their inputs, on the host where it cannot otherwise; as
-    users and candidates where it has `shared` inputs.
-    """
+    """Prepare requests with inputs at `place`, or on the host if they must; `shared` inputs hold users."""
     if shared:
         return lambda inputs: Request(partial(runner.run, to_users(inputs, shared)))
 
@@ -71,7 +69,6 @@ class LatencyOptions:
 
     Attributes:
         warmup: Untimed first requests of each engine, for autotuning and first-touch costs.
-        min_repeats: Least timed requests of each engine.
         max_seconds: Time limit once `min_repeats` is reached; warm-up has its own equal limit, after at least
             one request each.
         input_sets: Different requests in turns, so that embedding rows are not all in cache.
@@ -103,10 +100,7 @@ def measure_latency(
     device: str,
     counts_for_choice: bool,
 ) -> tuple[Latency, ...]:
-    """Return the latency of one engine, one entry per batch size in order; raises StageError if it fails.
-
-    Other arguments are those of `measure_interleaved`.
-    """
+    """Return the latency of one engine by batch size; StageError if it fails. See `measure_interleaved`."""
     latencies: tuple[Latency, ...] = ()
     for batch in batches:
         requests = [make_inputs(batch) for _ in range(options.input_sets)]
@@ -152,11 +146,7 @@ def measure_interleaved(
 
 
 def over_loads(loads: Sequence[Sequence[Latency]]) -> tuple[Latency, ...]:
-    """Return the medians over several loadings of one engine, by ascending batch size.
-
-    Batch sizes that were not measured in every loading are left out; `loads_us` and `least_us` keep
-    p50 and least time of each loading.
-    """
+    """Return the medians over loadings of one engine, of batch sizes measured in every one, ascending."""
     by_batch: dict[int, list[Latency]] = {}
     for latency in (latency for load in loads for latency in load):
         by_batch.setdefault(latency.batch, []).append(latency)

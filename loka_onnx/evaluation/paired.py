@@ -41,11 +41,9 @@ class RelativeChange:
 class PairedRows:
     """Effect of a change of one output on the loss of each row, (rows,) each.
 
-    Attributes:
-        base: Loss of the FP32 model, or without labels the entropy of its predictions.
-        kl: Label-free part of the change; `labelled` is the rest, None without labels.
-        groups: Ids of rows that belong together, None for independent rows.
-        probabilities: Predictions of the FP32 model; None for a regression.
+    `base` is the FP32 model's loss, or without labels the entropy of its predictions; `probabilities` are
+    these, None for a regression. `kl` is the label-free part of the change, `labelled` the rest, None without
+    labels. `groups` are ids of rows that belong together; None if rows are independent.
     """
 
     base: Rows

@@ -31,10 +31,7 @@ class Streams:
 
 
 def padded(run: Run, least: int) -> Run:
-    """Make an engine that takes at least `least` rows run batches of any size.
-
-    A shorter batch repeats its rows; outputs of the repeated ones are dropped.
-    """
+    """Let an engine of at least `least` rows run any batch: a short one repeats rows, which are dropped."""
 
     def run_padded(inputs: Mapping[str, Array]) -> Mapping[str, Array]:
         rows = min((len(values) for values in inputs.values()), default=least)

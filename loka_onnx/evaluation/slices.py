@@ -67,7 +67,7 @@ class _Slice:
 
     @property
     def why_not_judged(self) -> str:
-        """Why no interval could be trusted; empty where one can."""
+        """Reason why no interval could be trusted; empty if one can."""
         size = self.paired.base.size
         if few := too_few(size, self.units, is_grouped=self.paired.groups is not None):
             return few
@@ -85,11 +85,7 @@ class _Slice:
 
 
 def read_slices(columns: Mapping[str, Array], names: Sequence[str]) -> tuple[SliceColumn, ...]:
-    """Number the values of each slice column: numbers, strings, timestamps, or objects; None, NaN and NaT are
-    null.
-
-    Raises DataError if a column is missing.
-    """
+    """Number the values of each slice column; None, NaN and NaT are null. DataError without a column."""
     for name in names:
         if name not in columns:
             raise DataError(

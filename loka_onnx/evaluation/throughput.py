@@ -87,8 +87,8 @@ class LoadOptions:
 class Answers:
     """Outcomes of the requests of a trial, (requests,) in the order of arrival.
 
-    `latency_us` counts from the intended arrival, `service_us` is the engine's own time, `late_us` counts
-    from the moment at which the request had arrived and its stream was free to its start.
+    `latency_us` counts from the intended arrival, `service_us` is the engine's own time. `late_us` is the
+    wait for the generator: to the start from arrival, or from when the stream was free if that was later.
     """
 
     latency_us: Floats
@@ -153,10 +153,7 @@ def over_limit(latency_us: Floats, limit_us: float, confidence: float) -> tuple[
 def find_highest_rate(
     runs: Sequence[Run], inputs: Sequence[Mapping[str, Array]], options: LoadOptions
 ) -> HighestRate:
-    """Return the highest rate whose 99th percentile is under the limit; `runs` and `inputs` as in `offer`.
-
-    Raises StageError if an engine fails.
-    """
+    """Return the highest rate whose 99th percentile is under the limit; `runs` and `inputs` as in `offer`."""
     search = _Search(runs, inputs, options)
     capacity, is_hopeless = search.capacity()
     if is_hopeless:

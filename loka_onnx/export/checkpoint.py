@@ -40,11 +40,8 @@ def save_checkpoint(path: str | Path, weights: Mapping[str, Tensor]) -> None:
 def load_checkpoint(path: str | Path) -> dict[str, Tensor]:
     """Read weights onto the CPU, by name, from a .safetensors file or one written by `torch.save`.
 
-    The latter may hold the tensors at its top, or under the one key "state_dict" or "model".
-
-    Raises:
-        ModelError: The file is missing, broken, holds more than weights, or no tensors.
-        MissingPackage: The suffix is .safetensors and safetensors is not installed.
+    The latter may hold them under the one key "state_dict" or "model". Raises ModelError if the file is
+    missing, broken, holds more than weights, or no tensors; MissingPackage without safetensors.
     """
     path = Path(path)
     if not path.is_file():

@@ -181,10 +181,7 @@ def preflight(model: GraphModel, batches: Batches, outputs: Sequence[str]) -> tu
 
 
 def check_conversion(source: Path, model: GraphModel, batches: Batches, outputs: Sequence[str]) -> None:
-    """Compare a canonical model with its source file on some rows, if ONNX Runtime runs the file as it is.
-
-    Raises ModelError if an output moved by more than rounding.
-    """
+    """Compare a canonical model with its source, if ONNX Runtime runs that; ModelError if an output moved."""
     rows, written = batches.apart(batches.compared, 0), read_model(source)
     kinds = {info.name: info.type.tensor_type.elem_type for info in written.graph.input}
     try:
@@ -223,8 +220,8 @@ class _Preflight:
                     by_size[size] = session.run(self.batches.first(size), self.outputs)
                 except EngineError as error:
                     return (self._failure(size, error),)
-        for size, found in by_size.items():
-            for name, values in found.items():
+        for size, of_size in by_size.items():
+            for name, values in of_size.items():
                 if values.shape[:1] != (size,):
                     return (self._shape(name, values, size),)
                 if (
@@ -333,7 +330,7 @@ class _Preflight:
             one, other = (session.run(rows) for rows in pair.batches)
         except (ModelError, EngineError):
             return ""
-        # Chance is a fault in an integer too.
+        # A random integer is a fault too.
         for kinds in ("fiub",) if pair.fault is Fault.RANDOM else ("f", "iub"):
             for node, name in self._tensors():
                 if (
@@ -407,8 +404,8 @@ def _moved(one: Array, other: Array) -> str:
 def _rows_apart(pair: _Pair, one: Array, other: Array) -> bool:
     """Return whether a tensor differs for the rows that two batches have in common.
 
-    The row axis is known by its length, a multiple of the number of rows; rows may be its outer or inner
-    part. A tensor without such an axis must be the same as a whole.
+    The row axis, known by its length, is a multiple of the rows, its outer or inner part; a tensor without
+    one must be the same as a whole.
     """
     if one.ndim != other.ndim:
         return True

@@ -71,14 +71,10 @@ def export_torch(
 ) -> ModelArtifact:
     """Export a module with a dynamic batch and measure its parity with the graph on all rows.
 
-    Args:
-        rows: At least 2 example rows, one array per input in the order of the module's, the batch on axis 0.
-        target: Where the canonical model is written; weights beyond 1 GiB go beside it.
-        outputs: Judged outputs, in the order in which the module returns them.
-
-    Raises:
-        ExportError: The exporter refuses the module, or the graph does not agree with it.
-        ModelError: The exported graph is refused.
+    `rows` are at least 2 examples, one array per input in the order of the module's, the batch on axis 0;
+    `outputs` are in the order in which the module returns them. Weights beyond 1 GiB go beside `target`.
+    Raises ExportError if the exporter refuses the module, or the graph does not agree with it; ModelError if
+    the graph is refused.
     """
     torch = import_torch()
     fewest = min((len(array) for array in rows.values()), default=0)
@@ -154,10 +150,7 @@ def _export(
 
 
 def measure_parity(path: Path, rows: Arrays, expected: Mapping[str, torch.Tensor]) -> Parity:
-    """Return how well a graph agrees with the outputs of a module on rows.
-
-    Raises ExportError if they differ by more than the tolerance, or an output of the module is not finite.
-    """
+    """Return how well a graph agrees with a module; ExportError beyond tolerance, or if one is infinite."""
     got = OnnxSession(path, SessionOptions(optimize=False)).run(rows)
     worst, squares, count, largest = 0.0, 0.0, 0, 1.0
     for name, tensor in expected.items():

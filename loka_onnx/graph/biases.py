@@ -53,8 +53,8 @@ class Score:
 
 
 def score_of(model: GraphModel, output: str, kind: OutputKind) -> Score | None:
-    """Return the logit (or regression) behind an output; None for a probability that has readers, or is not
-    the Sigmoid of its logit, perhaps in another layout.
+    """Return the logit (or regression) behind an output; None for a probability that has readers, or is no
+    Sigmoid of its logit, perhaps in another layout.
     """
     tensor = next(each for each in model.outputs if each.name == output)
     if kind is not OutputKind.PROBABILITY:
@@ -94,12 +94,12 @@ def _only_reader(model: GraphModel, tensor: Tensor) -> Node | None:
 
 def expose_scores(model: GraphModel, kinds: Mapping[str, OutputKind]) -> dict[str, str]:
     """Add the scores of outputs to the graph outputs; return their names by output."""
-    found: dict[str, str] = {}
+    names: dict[str, str] = {}
     for output, kind in kinds.items():
         score = score_of(model, output, kind)
         if score is None:
             continue
         if not model.is_output(score.tensor):
             model.add_output(score.tensor, np.float32, score.tensor.shape)
-        found[output] = score.tensor.name
-    return found
+        names[output] = score.tensor.name
+    return names

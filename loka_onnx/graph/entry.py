@@ -45,8 +45,7 @@ from loka_onnx.sessions.model_files import nested_nodes
 OPSET = 21
 """Lowest operator set written: FP8 Q/DQ is complete there in every engine."""
 OLDEST_OPSET = 11
-"""Oldest operator set accepted: the default of PyTorch 1.3 and tf2onnx of its day. Mods fuse its decomposed
-norms."""
+"""Oldest operator set accepted: the default of PyTorch 1.3 and its day's tf2onnx. Mods fuse its norms."""
 GROUP_SCALES_END = 21
 """Operator set from which GroupNormalization has a scale for each channel; before, for each group."""
 _PRODUCTS = ("QLinearMatMul", "QLinearConv", "MatMulInteger", "ConvInteger")
@@ -78,10 +77,8 @@ def open_inputs(path: Path) -> tuple[TensorSpec, ...]:
 
 
 def canonicalize(path: Path, widths: Mapping[str, int] = MappingProxyType({})) -> Canonical:
-    """Read and convert a foreign model; `widths` fixes axis 1 of `open_inputs`, by name.
-
-    Raises ModelError if it is truncated, unsound, of another operator set, quantized already, or not
-    convertible.
+    """Read and convert a foreign model; `widths` fixes axis 1 of `open_inputs`, by name. Raises ModelError if
+    it is truncated, unsound, of another operator set, quantized already, or not convertible.
     """
     proto = read_proto(path)
     check_message(proto, path)
@@ -217,9 +214,8 @@ def _name_nodes(graph: onnx.GraphProto) -> None:
 
 
 def _spread_group_scales(model: GraphModel, path: Path) -> int:
-    """Give GroupNormalizations per-channel scale and bias; return how many had one for each group.
-
-    The converter of onnx 1.23 has an adapter for this but does not call it.
+    """Give GroupNormalizations per-channel scale and bias; return how many had one for each group. The
+    converter of onnx 1.23 has an adapter for this but does not call it.
     """
     count = 0
     for node in model.nodes:
@@ -269,21 +265,19 @@ _TYPE_ATTRIBUTES = frozenset({"to", "dtype", "output_dtype", "stash_type"})
 
 
 def to_float32(proto: onnx.ModelProto, path: Path) -> tuple[str, ...]:
-    """Convert a model with weights, inputs or outputs of another float type; edits it.
-
-    Returns the conversions, for the report. Raises ModelError if it computes in BF16, or a weight does not
-    fit.
+    """Convert a model with weights, inputs or outputs of another float type; edits it. Returns the
+    conversions, for the report. Raises ModelError if it computes in BF16, or a weight does not fit.
     """
     # 16-bit embedding tables.
     stored, used = {TensorProto.FLOAT16, TensorProto.BFLOAT16}, looked_up(proto.graph)
     tables = frozenset(t.name for t in proto.graph.initializer if t.data_type in stored and t.name in used)
-    found = _float_types(proto, tables)
-    if not found:
+    kinds = _float_types(proto, tables)
+    if not kinds:
         return ()
-    if TensorProto.BFLOAT16 in found:
+    if TensorProto.BFLOAT16 in kinds:
         raise ModelError(
             f"E0308 '{path}' computes in BF16",
-            where=f"tensor '{found[TensorProto.BFLOAT16]}'",
+            where=f"tensor '{kinds[TensorProto.BFLOAT16]}'",
             evidence="ONNX Runtime has no BF16 on the CPU, so that a conversion could not be held against it",
             remedy="export the model in FP32; `plan.base` lowers it to BF16 where that is asked for",
         )
@@ -300,7 +294,7 @@ def to_float32(proto: onnx.ModelProto, path: Path) -> tuple[str, ...]:
         if attribute.name in _TYPE_ATTRIBUTES and attribute.i in _OTHERS:
             attribute.i = TensorProto.FLOAT
     _cast_lookups(proto.graph, tables)
-    names = " and ".join(sorted(_OTHERS[kind] for kind in found))
+    names = " and ".join(sorted(_OTHERS[kind] for kind in kinds))
     return (f"converted from {names} to FP32, inputs and outputs among it",)
 
 

@@ -33,8 +33,6 @@ from loka_onnx.graph.model import GraphModel, Tensor
 
 TINY = 2.0**-100
 """Smaller magnitudes count as zero: FP8 and its scales cannot tell them from zero."""
-
-
 _WHOLE = 1.5 * 2.0**23
 
 
@@ -48,11 +46,9 @@ class Bounds:
 
 @dataclass(frozen=True)
 class FakeQuantized:
-    """Tensors of the rounding in the graph.
-
-    `scaled` is x / scale before clipping (its magnitude in a floating format), `rounded` the same after
-    clipping and rounding, `values` the rounded x in FP32; `clipping` a tensor before and after it, None
-    without.
+    """Tensors of the rounding in the graph: x / scale before clipping (`scaled`; its magnitude in a floating
+    format), after clipping and rounding (`rounded`), and the rounded x in FP32 (`values`); `clipping` is a
+    tensor before and after it, None without.
     """
 
     scaled: Tensor

@@ -59,26 +59,25 @@ class _Ids:
 
 
 def id_bounds(model: GraphModel) -> dict[str, tuple[range | None, ...]]:
-    """Return the ids that each column of the inputs of a canonical graph may hold.
-
-    By name of input, for inputs (batch,) and (batch, columns): one range for each column, None without a
-    bound. Of float inputs, only those with a column that is looked up: a matrix of ids and numbers.
+    """Return the ids that each column of the inputs of a canonical graph may hold, by name of input (batch,)
+    or (batch, columns): one range for each column, None without a bound. Of float inputs, only those with a
+    column that is looked up: a matrix of ids and numbers.
     """
     main = {id(node) for node in model.nodes}
-    found = {}
+    by_input = {}
     for tensor in model.inputs:
         kind = 0 if tensor.dtype is None else element_type(tensor.dtype)
         if kind in _INTEGERS | _FLOATS and width_of(tensor):
             bounds = _bounds(tensor, main)
             if kind in _INTEGERS or any(bounds):
-                found[tensor.name] = bounds
-    return found
+                by_input[tensor.name] = bounds
+    return by_input
 
 
 def _bounds(source: Tensor, main: set[int]) -> tuple[range | None, ...]:
     width = width_of(source)
     tags = _STEP * np.arange(1, _ROWS * width + 1, dtype=np.int64)
-    found: list[range | None] = [None] * width
+    narrowest: list[range | None] = [None] * width
     placed = tags.reshape(_ROWS, width) if len(shape_of(source)) > 1 else tags
     pending = [(source, _Ids(placed))]
     seen = set[tuple[int, tuple[int, ...], bytes]]()
@@ -94,9 +93,9 @@ def _bounds(source: Tensor, main: set[int]) -> tuple[range | None, ...]:
             rows = _looked_up_rows(node, tensor)
             if rows is not None:
                 met = _met(ids.tags, rows, width)
-                found = [narrowed(*pair) for pair in zip(found, met, strict=True)]
+                narrowest = [narrowed(*pair) for pair in zip(narrowest, met, strict=True)]
             pending += _followed(node, tensor, ids, {str(dimension(source, 0)): _ROWS})
-    return tuple(found)
+    return tuple(narrowest)
 
 
 def narrowed(one: range | None, other: range | None) -> range | None:

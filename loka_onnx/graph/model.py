@@ -85,9 +85,7 @@ class GraphModel:
 
     @classmethod
     def load(cls, path: Path) -> GraphModel:
-        """Read a model; types and shapes are inferred. ModelError if it or its external data is missing or
-        invalid.
-        """
+        """Read a model; types and shapes are inferred. ModelError for missing or invalid files."""
         proto = read_proto(path)
         with parsing(path, "read as a graph"):
             return cls.from_proto(proto, path.parent)
@@ -119,14 +117,13 @@ class GraphModel:
 
     @classmethod
     def read_back(cls, exported: Exported) -> GraphModel:
-        """Return what `load` would read of the written model; weights are shared."""
+        """Return the model as `load` would read it from the written file; weights are shared."""
         return cls.from_proto(exported.copy_headers(exported.tables), Path("/"), exported.detached)
 
     def save(self, path: Path, *, link_tables: bool = True) -> str:
-        """Write the model and its external data; return the digest of the content.
-
-        Unused nodes are removed, the rest is sorted. Table files are hard-linked, or copied where
-        `link_tables` is False: an owner may write into them, and onnx refuses files that have a second name.
+        """Write the model and its external data; return the digest of the content. Unused nodes are removed,
+        the rest is sorted. Table files are hard-linked, or copied where `link_tables` is False: an owner may
+        write into them, and onnx refuses files that have a second name.
         """
         return self.export().write(path, link_tables=link_tables)
 
@@ -224,14 +221,14 @@ class GraphModel:
 
     def node(self, name: str) -> Node:
         """Return the node of that name."""
-        found = self._nodes.get(name)
-        if found is None or found.name != name or not found.outputs:
+        node = self._nodes.get(name)
+        if node is None or node.name != name or not node.outputs:
             # An emptied node waits for `save` to remove it; its name may live on in another.
-            self._nodes = {node.name: node for node in self.graph.nodes if node.outputs}
-            found = self._nodes.get(name)
-        if found is None:
+            self._nodes = {each.name: each for each in self.graph.nodes if each.outputs}
+            node = self._nodes.get(name)
+        if node is None:
             raise InternalError(f"the graph has no node named '{name}'")
-        return found
+        return node
 
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor of the main graph by name."""
@@ -283,11 +280,7 @@ class GraphModel:
         dtype: Any = None,
         attrs: Mapping[str, Any] | None = None,
     ) -> Tensor:
-        """Append a node with one output and return that output; its type is that of the first input by
-        default.
-
-        `self.absent()` stands for an empty optional input.
-        """
+        """Append a node with one output and return that output, by default of the first input's type."""
         unique = self.fresh_name(name)
         if self._node_names is not None:
             self._node_names.add(unique)
@@ -320,10 +313,6 @@ class GraphModel:
                 part.shape = [*tensor.shape[:axis], size, *tensor.shape[len(tensor.shape) + axis + 1 :]]
         return list(node.outputs)
 
-    def absent(self) -> Tensor:
-        """Return an omitted optional input."""
-        return _tensor(gs.Variable.empty())
-
     def add_output(self, tensor: Tensor, dtype: Any, shape: Sequence[int | str] | None) -> None:
         """Make a tensor a graph output."""
         tensor.dtype = dtype
@@ -354,7 +343,6 @@ class GraphModel:
 
     def hand_over(self, old: Tensor, new: Tensor) -> None:
         """Let the node of `new`, which nothing reads yet, compute `old`, which keeps name, shape and readers.
-
         The former node of `old` is left without an output and removed on saving.
         """
         replaced, maker = old.inputs[0], new.inputs[0]
@@ -366,10 +354,9 @@ class GraphModel:
         maker.outputs[next(i for i, tensor in enumerate(maker.outputs) if tensor is new)] = old
 
     def insert_behind(self, tensor: Tensor, op: str, operands: Sequence[Tensor], name: str) -> Tensor:
-        """Put a node between a computed tensor and its readers, graph outputs included.
-
-        The tensor keeps name, shape and readers; `operands` are the node's inputs after the first. Returns
-        that first input, the former result, of unknown shape.
+        """Put a node between a computed tensor, which keeps name, shape and readers, and its readers, graph
+        outputs included. `operands` are the node's inputs after the first, which is the former result, of
+        unknown shape, and returned.
         """
         maker = tensor.inputs[0]
         inner = _tensor(gs.Variable(self.fresh_name(f"{tensor.name}.inner"), dtype=tensor.dtype))

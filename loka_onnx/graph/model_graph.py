@@ -34,7 +34,7 @@ def read_model_graph(path: Path, sites: Collection[str]) -> ModelGraph:
 
 
 def describe_graph(graph: onnx.GraphProto, sites: Collection[str], most: int = MOST_NODES) -> ModelGraph:
-    """Return the graph of a parsed model, whose nodes are sorted as ONNX requires."""
+    """Return the graph of a parsed model, whose nodes are in order, folded to at most `most` nodes."""
     nodes, edges = _whole(graph, frozenset(sites))
     operators = sum(node.kind is NodeKind.OPERATOR for node in nodes)
     whole = _Drawing(tuple(nodes), edges)

@@ -21,11 +21,8 @@ Numbers = npt.NDArray[np.int64]
 def move(
     node: Node, tensor: Tensor, numbers: Numbers, lengths: Mapping[str, int], other: int = 0
 ) -> list[Numbers]:
-    """Return the outputs of a node, with `numbers` for its input `tensor` and `other` for operands of a
-    Concat.
-
-    `lengths` are of named dimensions besides those of the tensor. Raises ValueError if the operator, or an
-    operand of it, is not known.
+    """Return the outputs of a node, with `numbers` for its input `tensor`, `other` for operands of a Concat,
+    and `lengths` of named dimensions besides the tensor's. ValueError for unknown operators.
     """
     if node.op == "Concat":
         axis = int(node.attrs["axis"])
@@ -119,7 +116,6 @@ _MOVES: Mapping[str, Callable[[Numbers, Node], Numbers]] = {
 
 
 def _filled(part: Tensor, numbers: Numbers, axis: int, value: int) -> Numbers:
-    """Return another operand of a Concat."""
     length = None if part.shape is None else part.shape[axis]
     if not isinstance(length, int):
         raise ValueError(f"the length of '{part.name}' along axis {axis} is not known")
@@ -145,9 +141,8 @@ class Origin:
 
 def column_origins(tensor: Tensor) -> tuple[Origin | None, ...]:
     """Return the origin of each column of a tensor (batch, columns); None where it is no one input's column.
-
-    The walk goes back through nodes that keep columns apart: elementwise functions, arithmetic with
-    constants, joins along columns. Empty unless the tensor has two axes and a fixed number of columns.
+    Columns are followed back through elementwise functions, arithmetic with constants and joins along
+    columns. Empty unless the tensor has two axes and a fixed number of columns.
     """
     width = 0 if is_constant(tensor) or len(tensor.shape or ()) != 2 else width_of(tensor)
     if not width:
@@ -155,8 +150,8 @@ def column_origins(tensor: Tensor) -> tuple[Origin | None, ...]:
     node = producer(tensor)
     if node is None:
         return tuple(Origin(tensor.name, column) for column in range(width))
-    found = _through(node)
-    return found if len(found) == width else (None,) * width
+    origins = _through(node)
+    return origins if len(origins) == width else (None,) * width
 
 
 def _through(node: Node) -> tuple[Origin | None, ...]:

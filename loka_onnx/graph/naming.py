@@ -65,9 +65,8 @@ def module_path(node: onnx.NodeProto) -> str:
 
 
 def merged_name(names: Sequence[str]) -> str:
-    """Return the name of a merged site: the common prefix, then the rest of each, counted beyond four.
-
-    So ``attention.query+key+value``, ``experts.0.fc1+63_more``.
+    """Return the name of a merged site: the common prefix, then the rest of each, counted beyond four, as
+    ``attention.query+key+value`` and ``experts.0.fc1+63_more``.
     """
     parts = [name.split(".") for name in dict.fromkeys(names)]
     shared = 0
@@ -80,9 +79,8 @@ def merged_name(names: Sequence[str]) -> str:
 
 
 def _is_container(node: onnx.NodeProto) -> bool:
-    """Return whether the node's innermost module is not itself a linear or a norm layer.
-
-    Then the weight's name is added, so that a second product added later does not rename the first.
+    """True if the node's innermost module is not itself a linear or a norm layer. Then the weight's name is
+    added, so that a second product added later does not rename the first.
     """
     metadata = {entry.key: entry.value for entry in node.metadata_props}
     classes = _listed(metadata.get(CLASS_HIERARCHY, ""))
@@ -95,10 +93,10 @@ def _is_container(node: onnx.NodeProto) -> bool:
 def _listed(text: str) -> list[str] | None:
     """Return the list of texts that PyTorch's exporter writes as Python; None for anything else."""
     try:
-        found = ast.literal_eval(text[:_MOST_METADATA])
+        names = ast.literal_eval(text[:_MOST_METADATA])
     except (ValueError, SyntaxError, MemoryError, RecursionError):
         return None
-    return found if isinstance(found, list) and all(isinstance(name, str) for name in found) else None
+    return names if isinstance(names, list) and all(isinstance(name, str) for name in names) else None
 
 
 def _weight_leaf(node: onnx.NodeProto, initializers: set[str], base: str) -> str:

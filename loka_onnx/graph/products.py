@@ -84,7 +84,7 @@ def _recurrent(node: Node) -> int | None:
 
 
 def _attention(node: Node) -> int | None:
-    """Q·Kᵀ takes the elements of Q, and what weights V those of the output, times the length of the keys."""
+    """Q·Kᵀ multiplies each element of Q, and the product with V each of the output, once for each key."""
     keys = static_shape(node.inputs[1])[-2:-1]
     sizes = [_size(static_shape(tensor)) for tensor in (node.inputs[0], node.outputs[0])]
     return None if not keys or None in sizes else _times(2, *keys, sum(size or 0 for size in sizes))

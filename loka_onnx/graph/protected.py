@@ -11,8 +11,8 @@ among them. A tensor that a further product reads as well belongs to the logit e
 **Residual stream.** A block adds to its own input: ``x' = x + f(x)``, with at least one product in f, as
 DCNv2's cross layer ``x0 ⊙ (W·x + b) + x`` (arXiv 2008.13535, equation 1). Rounding the stream loses a part of
 x in every block: BF16 2⁻⁹, FP8 nothing, because Q/DQ stand at the operands of products. FP32 for the stream
-is offered for deep models, and is not the default. Which Add reads what has been through a product since is
-kept in bit sets.
+is offered for deep models, and is not the default. Bit sets hold the operands of Adds that a tensor depends
+on, at all and through a product.
 """
 
 from __future__ import annotations
@@ -71,13 +71,12 @@ class Protected:
 
 
 def logit_ends(model: GraphModel) -> tuple[Protected, ...]:
-    """Return nodes between the last products and the outputs, in topological order.
-
-    Movements in front of the first computing node are left out: they move less in the narrower type.
+    """Return nodes between the last products and the outputs, in topological order. Movements in front of the
+    first computing node are left out: they move less in the narrower type.
     """
     order = model.sorted_nodes()
     serves = _what_serves_outputs(model, order)
-    found: list[Protected] = []
+    ends: list[Protected] = []
     computes: set[int] = set()
     for node in order:
         output = serves.get(id(node))
@@ -88,8 +87,8 @@ def logit_ends(model: GraphModel) -> tuple[Protected, ...]:
             continue
         computes.add(id(node))
         what = "calibrates" if is_site(node) else "is computed behind the last product of"
-        found.append(Protected(node.name, f"{what} output '{output}'"))
-    return tuple(found)
+        ends.append(Protected(node.name, f"{what} output '{output}'"))
+    return tuple(ends)
 
 
 def _what_serves_outputs(model: GraphModel, order: list[Node]) -> dict[int, str]:
@@ -146,7 +145,7 @@ def is_fp32(tensor: Tensor) -> bool:
 
 def residual_streams(model: GraphModel) -> tuple[Protected, ...]:
     """Return Adds that join a block to its own input, and nodes that carry the sum to the next of them:
-    norms, activations, constant factors and movements.
+    norms, activations, constant factors, movements.
     """
     order = model.sorted_nodes()
     skipped = _skipped_inputs(model, order)
@@ -154,13 +153,13 @@ def residual_streams(model: GraphModel) -> tuple[Protected, ...]:
     for tensors in skipped.values():
         for tensor in tensors:
             carriers |= _carriers(tensor, skipped, carriers)
-    found = []
+    streams = []
     for node in order:
         if id(node) in skipped:
-            found.append(Protected(node.name, "adds a block to its own input: residual stream"))
+            streams.append(Protected(node.name, "adds a block to its own input: residual stream"))
         elif id(node) in carriers:
-            found.append(Protected(node.name, "carries the residual stream to the next block"))
-    return tuple(found)
+            streams.append(Protected(node.name, "carries the residual stream to the next block"))
+    return tuple(streams)
 
 
 def _skipped_inputs(model: GraphModel, order: list[Node]) -> dict[int, list[Tensor]]:
@@ -248,8 +247,8 @@ class Divisor:
 def divisors(model: GraphModel) -> tuple[Divisor, ...]:
     """Return every computed divisor of the main graph, in node order."""
     positions = ((node, _position(node)) for node in model.nodes)
-    found = ((node, node.inputs[position]) for node, position in positions if position is not None)
-    return tuple(Divisor(node, each, _makers(each)) for node, each in found if producer(each) is not None)
+    operands = ((node, node.inputs[position]) for node, position in positions if position is not None)
+    return tuple(Divisor(node, each, _makers(each)) for node, each in operands if producer(each) is not None)
 
 
 def _position(node: Node) -> int | None:
@@ -260,12 +259,12 @@ def _position(node: Node) -> int | None:
 
 
 def _makers(tensor: Tensor) -> tuple[Node, ...]:
-    found: dict[int, Node] = {}
+    makers: dict[int, Node] = {}
     waiting = [tensor]
-    while waiting and len(found) < _LONGEST:
+    while waiting and len(makers) < _LONGEST:
         node = producer(waiting.pop())
-        if node is None or id(node) in found or node.op not in _MAKERS:
+        if node is None or id(node) in makers or node.op not in _MAKERS:
             continue
-        found[id(node)] = node
+        makers[id(node)] = node
         waiting += [each for each in node.inputs if not is_constant(each)]
-    return tuple(found.values())
+    return tuple(makers.values())

@@ -70,8 +70,7 @@ def read_number(tensor: Tensor) -> float | None:
 def reshaped(
     source: tuple[Dim, ...], target: tuple[Dim, ...], *, zero_copies: bool
 ) -> tuple[Dim, ...] | None:
-    """Return the dimensions after a Reshape to a target with -1 and, if `zero_copies`, 0 for the same length.
-
+    """Return the dimensions after a Reshape to a target with -1 and, if `zero_copies`, 0 for the same length;
     None where they are unknown (-1 stands for a product of named dimensions).
     """
     if zero_copies:

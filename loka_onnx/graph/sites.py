@@ -9,18 +9,10 @@ from loka_onnx.core.site import Operand, Site, SiteKind
 from loka_onnx.graph.model import GraphModel, Node, Tensor, is_constant
 from loka_onnx.graph.shape_values import static_shape
 
-NORM_OPS = frozenset(
-    {
-        "LayerNormalization",
-        "RMSNormalization",
-        "SimplifiedLayerNormalization",
-        "GroupNormalization",
-        "InstanceNormalization",
-        "LpNormalization",
-    }
-)
-PRODUCT_OPS = frozenset({"MatMul", "Gemm"})
 _BY_CHANNEL = frozenset({"GroupNormalization", "InstanceNormalization"})
+_BY_AXES = frozenset({"LayerNormalization", "RMSNormalization", "SimplifiedLayerNormalization"})
+NORM_OPS = _BY_CHANNEL | _BY_AXES | {"LpNormalization"}
+PRODUCT_OPS = frozenset({"MatMul", "Gemm"})
 _BATCH = 61
 """Batch size at which the rows of sites are counted: an axis may be the batch times a length."""
 
@@ -109,10 +101,9 @@ def _contracting_axes(node: Node) -> tuple[int | None, int | None]:
 
 
 def _columns(node: Node, second: Operand) -> int:
-    """Return the output channels; 0 if unknown.
-
-    The output of a product is (batch, …, rows, columns), or (experts, batch, columns). With the weight on the
-    left, channels are the rows of that output. A weight of rank 1 has one channel.
+    """Return the output channels, 0 if unknown. The output of a product is (batch, …, rows, columns), or
+    (experts, batch, columns). With the weight on the left, channels are the rows of that output. A weight of
+    rank 1 has one channel.
     """
     if second.constant and second.shape:
         return (second.shape[channel_axis(second)] or 0) if len(second.shape) > 1 else 1

@@ -1,8 +1,8 @@
 """Model files and their external weights.
 
 Weights over 2 GB work because large embedding tables are never read: an external initializer that is only
-data of Gather stays a reference into its file. Taking a model in copies the file, and every later copy of the
-model links that one.
+data of Gather stays a reference into its file. Taking a model in copies the file; later copies of the model
+link it.
 """
 
 from __future__ import annotations
@@ -47,10 +47,8 @@ TABLE_LIMIT_BYTES = 1 << 28
 
 
 def read_proto(path: Path) -> onnx.ModelProto:
-    """Parse a model file without loading external data, and check where that lies.
-
-    Raises ModelError as `parse_proto`; or if external data is no regular file below the directory, missing,
-    or ends before its tensor.
+    """Parse a model file without loading external data, and check where that lies. Raises ModelError as
+    `parse_proto`; or if external data is no regular file below the directory, missing, or cut short.
     """
     model = parse_proto(path)
     homes = {Path(os.path.realpath(path.parent)), Path(os.path.realpath(path)).parent}
@@ -242,11 +240,11 @@ def looked_up(graph: onnx.GraphProto) -> set[str]:
 def take_tables(proto: onnx.ModelProto, directory: Path) -> dict[str, onnx.TensorProto]:
     """Move external initializers that only Gather reads out of the graph, as references."""
     names = looked_up(proto.graph)
-    found = [t for t in proto.graph.initializer if uses_external_data(t) and t.name in names]
-    if not found or sum(map(stored_bytes, found)) < TABLE_LIMIT_BYTES:
+    outside = [t for t in proto.graph.initializer if uses_external_data(t) and t.name in names]
+    if not outside or sum(map(stored_bytes, outside)) < TABLE_LIMIT_BYTES:
         return {}
     tables: dict[str, onnx.TensorProto] = {}
-    for tensor in found:
+    for tensor in outside:
         table = onnx.TensorProto()
         table.CopyFrom(tensor)
         for entry in table.external_data:
@@ -270,7 +268,7 @@ def stored_bytes(tensor: onnx.TensorProto) -> int:
 
 
 def place_table(table: onnx.TensorProto, directory: Path, link: bool) -> onnx.TensorProto:
-    """Return a reference to a table's file from a directory; the file is linked or copied if needed."""
+    """Return a table with its file in `directory`, where it is linked, or copied, if it is not there yet."""
     placed = onnx.TensorProto()
     placed.CopyFrom(table)
     for entry in placed.external_data:
@@ -280,9 +278,8 @@ def place_table(table: onnx.TensorProto, directory: Path, link: bool) -> onnx.Te
 
 
 def _place_file(source: Path, directory: Path, link: bool) -> str:
-    """Return the name of a table file in a directory; the file is linked or copied if needed.
-
-    If another file has that name, perhaps in use by other models, the name takes the digest of its content.
+    """Link or copy a table file into a directory if needed, and return its name there: that of the source or,
+    if another file has it, perhaps in use by other models, with the digest of its content.
     """
     name = source.name
     if (directory / name).exists() and not _is_same_content(source, directory / name):
@@ -309,10 +306,9 @@ def link_or_copy(source: Path, target: Path) -> None:
 
 
 def move_outside(proto: onnx.ModelProto, path: Path, detached: Sequence[Array] = ()) -> None:
-    """Write dense weights to ``<name>.data`` beside the model, where they are too large to stay in it.
-
-    That file may be a link to the source of the tables: it is replaced, never written into, and has another
-    name where the tables of this model are in it.
+    """Write dense weights that are too large to stay in the model to ``<name>.data`` beside it. That file may
+    be a link to the source of the tables: it is replaced, never written into, and has another name where the
+    tables of this model are in it.
     """
     # Branches hold weights as well: all those of a switchable model, each twice.
     weights = [*all_initializers(proto.graph)]
@@ -343,9 +339,8 @@ def move_outside(proto: onnx.ModelProto, path: Path, detached: Sequence[Array] =
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Yield a stream that replaces a file once complete; the earlier one stays under its other names.
-
-    Raises OutputError if the disk is full, or writing fails.
+    """Yield a stream that replaces a file once complete; the earlier one stays under its other names. Raises
+    OutputError if the disk is full, or writing fails.
     """
     unfinished = path.with_name(f".{path.name}.unfinished")
     full = OutputError(f"E0316 cannot write '{path}'", remedy="make room, or choose another --output")

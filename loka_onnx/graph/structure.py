@@ -25,14 +25,14 @@ _FEW = 16
 def differences(one: Path, other: Path) -> tuple[str, ...]:
     """Return at most `MOST` differences between two models, in words; ModelError if one cannot be read."""
     before, after = (dict(_parts(read_proto(path).graph)) for path in (one, other))
-    found = list[str]()
+    changes = list[str]()
     for part in dict.fromkeys((*before, *after)):
         was, now = before.get(part), after.get(part)
         if was is None or now is None:
-            found.append(f"{part} is {'new' if was is None else 'gone'}")
+            changes.append(f"{part} is {'new' if was is None else 'gone'}")
         elif was != now:
-            found.append(f"{part} was {was[:_LONGEST]} and is {now[:_LONGEST]}")
-    return tuple(found[:MOST])
+            changes.append(f"{part} was {was[:_LONGEST]} and is {now[:_LONGEST]}")
+    return tuple(changes[:MOST])
 
 
 def _parts(graph: onnx.GraphProto, place: str = "") -> Iterator[tuple[str, str]]:

@@ -62,7 +62,7 @@ class DetachedValues(LazyValues):  # type: ignore[misc]
 
 def take_weights(proto: onnx.ModelProto, directory: Path, detached: Sequence[Array] = ()) -> list[Array]:
     """Replace large weights of a message by headers; edits it. Return the values behind `detached`."""
-    found = list(detached)
+    arrays = list(detached)
     for tensor in all_initializers(proto.graph):
         if tensor.data_type not in DETACHABLE_TYPES or stored_bytes(tensor) <= STRIP_BYTES:
             continue
@@ -78,9 +78,9 @@ def take_weights(proto: onnx.ModelProto, directory: Path, detached: Sequence[Arr
             is_whole = not tensor.external_data and len(raw) == stored_bytes(tensor)
             values = _shaped(tensor, np.frombuffer(raw, np.uint8)) if is_whole else None
         if values is not None:
-            hold(tensor, len(found))
-            found.append(values)
-    return found
+            hold(tensor, len(arrays))
+            arrays.append(values)
+    return arrays
 
 
 def map_external(tensor: onnx.TensorProto, directory: Path) -> Array | None:
@@ -133,9 +133,8 @@ def weights_detached(graph: gs.Graph) -> Iterator[list[Array]]:
 
 
 def copied(graph: gs.Graph) -> gs.Graph:
-    """Return a deep copy of a graph that shares the weights.
-
-    In copies of onnx-graphsurgeon 0.6.1 a constant has an export type, which E4M3FNUZ does not survive.
+    """Return a deep copy of a graph that shares the weights. In copies of onnx-graphsurgeon 0.6.1 a constant
+    has an export type, which E4M3FNUZ does not survive.
     """
     copy = mark_branches(graph.copy())
     for tensor in _constants(copy):
@@ -145,13 +144,13 @@ def copied(graph: gs.Graph) -> gs.Graph:
 
 def _constants(graph: gs.Graph) -> list[gs.Constant]:
     """Return the constants of a graph and of the branches and bodies of its nodes, each once."""
-    found: dict[int, gs.Constant] = {}
+    constants: dict[int, gs.Constant] = {}
     for part in (graph, *graph.subgraphs(recursive=True)):
         ends = [part.inputs, part.outputs]
         for node in part.nodes:
             ends += [node.inputs, node.outputs]
-        found.update((id(t), t) for end in ends for t in end if isinstance(t, gs.Constant))
-    return list(found.values())
+        constants.update((id(t), t) for end in ends for t in end if isinstance(t, gs.Constant))
+    return list(constants.values())
 
 
 def _header(tensor: gs.Constant) -> onnx.TensorProto | None:
@@ -215,10 +214,8 @@ class Exported:
         return proto
 
     def in_memory(self) -> InMemory | None:
-        """Return the model for a session with weights in memory; None where they do not fit.
-
-        ONNX Runtime 1.31 takes only those of the main graph: weights of branches stay in the message (< 2
-        GiB).
+        """Return the model for a session with weights in memory; None where they do not fit. ONNX Runtime
+        1.31 takes only those of the main graph: weights of branches stay in the message (< 2 GiB).
         """
         proto = self.copy_headers(self.tables)
         weights: dict[str, Array] = {}

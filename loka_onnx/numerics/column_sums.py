@@ -23,7 +23,7 @@ Values = npt.NDArray[np.float64]
 
 
 class ColumnSums:
-    """Adds up rows with many zeros, in place; not finite numbers are an InternalError, sooner or later."""
+    """Adds up rows with many zeros; a number that is not finite is an InternalError, in `sum` at latest."""
 
     def __init__(self) -> None:
         self._waiting: list[tuple[npt.NDArray[np.intp], Values]] = []

@@ -10,8 +10,7 @@ variance is the textbook s²/n with ddof = 1. For a ratio R = Σwa/Σwb, ψ_i = 
 method, which includes the denominator's own error. For one group the interval is infinite.
 
 **Few rows that carry a sum.** Student's t needs a variance. KL is never negative, and few rows may carry it:
-the sample then misses values beyond its largest, and the upper end is too low far more often than stated. So
-(`Ends`)
+the sample then misses values beyond its largest, and the upper end is too low far too often. So (`Ends`)
 
 * for a sum of nonnegative values the upper end moves out by the largest Ψ_g. The next unit is beyond all seen
   with probability 1/(G + 1), and a tail that falls faster than x⁻² has about that much beyond its largest;
@@ -55,7 +54,7 @@ class Ends(Enum):
 
     STUDENT = "student"
     ONE_MORE = "one more"
-    """Of what is never negative: the upper end is further out by the largest unit."""
+    """For nonnegative values: the upper end is further out by the largest unit."""
     BERNSTEIN = "bernstein"
     """Empirical Bernstein's, for heavy tails."""
     BY_SKEWNESS = "by skewness"
@@ -72,11 +71,9 @@ LEAST_TAIL_ROWS = 10
 
 @dataclass(frozen=True)
 class Tail:
-    """Part of a sum that few rows carry.
-
-    `top_share` is the share that the hundredth of the rows with the largest values holds; `index` Hill's tail
-    index over these rows, at least 10 (infinite where they are alike or the sum is 0, 0 where fewer rows are
-    nonzero); `skewness` as in `Spread`.
+    """Part of a sum that few rows carry. `top_share` is the share that the hundredth of the rows with the
+    largest values holds; `index` Hill's tail index over these rows, at least 10 (infinite where they are
+    alike or the sum is 0, 0 where fewer rows are nonzero); `skewness` as in `Spread`.
     """
 
     top_share: float
@@ -91,9 +88,8 @@ class Tail:
 
 
 def tail_of(values: Array, denominators: Array, groups: Array | None = None) -> Tail:
-    """Return the tail of the numerator of a ratio of sums, of (rows,) weighted, nonnegative values.
-
-    The denominators' sum must not be 0; `groups` are ids of rows that belong together.
+    """Return the tail of the numerator of a ratio of sums, of (rows,) weighted, nonnegative values. The
+    denominators' sum must not be 0; `groups` are ids of rows that belong together.
     """
     _check_rows(values, denominators, groups)
     total = float(values.sum())
@@ -111,7 +107,6 @@ def tail_of(values: Array, denominators: Array, groups: Array | None = None) -> 
 @dataclass(frozen=True)
 class Spread:
     """Standard error of an estimate in its unit; infinite for fewer than two units (groups, or rows).
-
     `largest` and `farthest` are the largest influence of a unit and the largest magnitude of one; `skewness`
     is Σ Ψ³ / (Σ Ψ²)^1.5 over units, the skewness of a unit over √G.
     """
@@ -127,7 +122,6 @@ def interval_around(
     value: float, spread: Spread, rows: int, confidence: float = CONFIDENCE, ends: Ends = Ends.STUDENT
 ) -> Interval:
     """Return the two-sided interval of a point estimate over `rows` rows; infinite for fewer than two units.
-
     Raises InternalError if the confidence is not between 0 and 1.
     """
     if not 0.0 < confidence < 1.0:
@@ -146,10 +140,9 @@ def interval_around(
 
 
 def spread_of(influence: Array, groups: Array | None = None) -> Spread:
-    """Return the cluster-robust standard error from the (rows,) influence ψ of each row.
-
-    `groups` are (rows,) ids of rows that belong together; None for independent rows. Raises InternalError if
-    the arrays are of different lengths or empty.
+    """Return the cluster-robust standard error from the (rows,) influence ψ of each row. `groups` are (rows,)
+    ids of rows that belong together; None for independent rows. Raises InternalError if the arrays are of
+    different lengths or empty.
     """
     _check_rows(influence, groups)
     sums = _unit_sums(influence, groups)
@@ -181,7 +174,6 @@ def ratio_interval(
     ends: Ends = Ends.STUDENT,
 ) -> Interval:
     """Return the delta-method interval of Σwa / Σwb, whose denominator is estimated from the same (rows,).
-
     Weights are nonnegative, None for equal ones; `groups` are ids of rows that belong together, None for
     independent rows. Raises InternalError if lengths differ, there is no row, or the denominators sum to 0.
     """
@@ -211,11 +203,9 @@ def mean_interval(
 
 
 def required_rows(estimate: float, sd: float, budget: float, confidence: float = CONFIDENCE) -> int | None:
-    """Return the smallest n with z·sd/√n ≤ |budget − estimate|: rows that would decide if the estimate
-    stayed.
-
-    `sd` is the standard deviation of one row's contribution, in the unit of the estimate: standard error ·
-    √rows. None where no number is enough (the estimate is on the budget) or the spread is unknown.
+    """Return the smallest n with z·sd/√n ≤ |budget − estimate|: rows that decide if the estimate stays. `sd`
+    is the standard deviation of one row's contribution, in the unit of the estimate: standard error · √rows.
+    None where no number is enough (the estimate is on the budget) or the spread is unknown.
     """
     gap = abs(budget - estimate)
     if gap == 0.0 or not math.isfinite(gap) or not math.isfinite(sd):

@@ -54,9 +54,8 @@ class LossChange:
 
 
 def loss_change(kind: OutputKind, reference: Array, candidate: Array, labels: Array) -> LossChange:
-    """Return both parts for an output of `kind`, of logits (for a probability too) or regression outputs.
-
-    All arrays are (rows,); the candidate may be (candidates, rows), here and below.
+    """Return both parts for an output of `kind`, of logits (for a probability too) or regression outputs. All
+    arrays are (rows,); the candidate may be (candidates, rows), here and below.
     """
     if kind is OutputKind.REGRESSION:
         f, y = reference.astype(np.float64), labels.astype(np.float64)

@@ -30,7 +30,7 @@ _MOVED = (1.0, 1.03, 1.07, 1.13)
 
 @dataclass(frozen=True)
 class Rounding:
-    """Rounding of operands: the activation's format, and the weight's granularities to try; the best one
+    """Rounding of operands: the activation's format, and granularities of the weight, of which the best
     counts. Without a zero point: rounding errors depend on its position little.
     """
 
@@ -40,7 +40,6 @@ class Rounding:
 
 class Product:
     """A product with a weight (K, N) to be measured on some of its output columns, under scales of the whole.
-
     `amax` (K,) is the largest magnitude of each input channel, over all rows that scales are made from;
     `units` (N,) are factors of the error and value of each output channel.
     """
@@ -59,9 +58,7 @@ class Product:
         self, rows: Doubles, exact: Doubles, before: Doubles, behind: Doubles, rounding: Rounding
     ) -> float:
         """Return ‖rounded − exact‖² / ‖exact‖² on rows x (M, K), with divisors a = `before` (K,) and b =
-        `behind` (N,).
-
-        `exact` is `exact(rows)`; 0 where it is 0 throughout.
+        `behind` (N,). `exact` is `exact(rows)`; 0 where it is 0 throughout.
         """
         energy = float(np.square(exact).sum())
         if energy == 0.0:

@@ -38,11 +38,9 @@ def storage_type(format: NumberFormat) -> np.dtype[Any]:
 def quantize(
     x: Array, scale: Scale, format: NumberFormat, axis: int | None = None, zero_point: int = 0
 ) -> Array:
-    """Quantize with saturation; returns `storage_type(format)`.
-
-    `scale` is one positive number, or one per index of the channel `axis`, shape (x.shape[axis],). Raises
-    CalibrationError if one is not positive and finite in FP32, or an integer format is to hold NaN;
-    InternalError if the shape does not fit.
+    """Quantize with saturation; returns `storage_type(format)`. `scale` is one positive number, or one per
+    index of the channel `axis`, shape (x.shape[axis],). Raises CalibrationError if one is not positive and
+    finite in FP32, or an integer format is to hold NaN; InternalError if the shape does not fit.
     """
     divisor = _broadcast_scale(scale, x.shape, axis)
     # A quotient or a float64 input beyond FP32's range becomes ±inf, which the clip then saturates.

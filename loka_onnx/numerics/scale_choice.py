@@ -15,8 +15,7 @@ those of the first binade e₀, add as much as it does; so that, with the geomet
 An integer format has steps of d = 1 throughout. Beyond the largest number M everything becomes M and adds (t
 − M)³/3. The only approximation is the even spread in a bin: bins are an eighth of an octave, E4M3's own
 steps. Values at a few points (flags, counts) are predicted badly, so the probe measures the chosen scale.
-With a zero point, M is another for negative values; magnitudes that both signs reach are taken as half
-negative.
+With a zero point, M is another for negative values; half of those that both signs reach count as negative.
 
 Sources: the even-spread model of rounding is Bennett, "Spectra of Quantized Signals" (1948); choosing an FP8
 range by squared error is in Kuzmin et al., "FP8 Quantization: The Power of the Exponent" (arXiv 2208.09225).
@@ -38,15 +37,14 @@ from loka_onnx.numerics.scales import range_scaling, round_up_to_bfloat16
 STEPS_PER_OCTAVE = 16
 """Scales that `mse` tries in each octave; BF16 has 128."""
 OCTAVES_BELOW = 10
-"""How far below amax the range may end; of a normal distribution 99 % of the energy would saturate there."""
+"""Octaves below amax where the range may end; of a normal distribution 99 % of the energy saturates there."""
 
 Values = npt.NDArray[np.float64]
 
 
 def activation_scaling(stats: RangeStats, recipe: Recipe) -> Scaling:
-    """Return the scale of an activation by a recipe's rule, a BF16 number, and its zero point.
-
-    ``percentile`` reaches that percentage of all magnitudes, zeros included; where that is zero, amax. Raises
+    """Return the scale of an activation by a recipe's rule, a BF16 number, and its zero point. ``percentile``
+    reaches that percentage of all magnitudes, zeros included; where that is zero, amax. Raises
     CalibrationError if the range is not finite, or the rule needs a histogram that the profile lacks.
     """
     widest = _reaching(stats, stats.amax, recipe.format)
@@ -129,7 +127,6 @@ def cumulated_error(t: Values, format: NumberFormat, limit: float) -> Values:
 
 
 def _squared_error(t: Values, format: NumberFormat, limit: float) -> Values:
-    """Return (t − Q(t))², for t ≥ 0."""
     inside = np.minimum(t, limit)
     spacing = _spacing(inside, format)
     return np.asarray((t - np.rint(inside / spacing) * spacing) ** 2)

@@ -1,7 +1,6 @@
 """Scales from ranges.
 
-The scale is amax / max, with a zero point the width of the range / max, rounded *up* to a BF16 number (8-bit
-significand):
+The scale is amax / max, with a zero point range / max, rounded *up* to BF16 (8-bit significand):
 
 - rounding up keeps amax / scale ≤ max, so nothing in the range saturates (with a zero point, which is rounded
   too, by no more than half a step); it costs at most 2⁻⁷ of the format's range;
@@ -30,17 +29,15 @@ Array = npt.NDArray[Any]
 
 
 def amax_scale(amax: float, format: NumberFormat) -> float:
-    """Return a positive BF16 number s with amax / s ≤ the format's max; 1.0 where amax is 0.
-
-    Raises CalibrationError if amax is negative, not finite, or beyond FP32.
+    """Return a positive BF16 number s with amax / s ≤ the format's max; 1.0 where amax is 0. Raises
+    CalibrationError if amax is negative, not finite, or beyond FP32.
     """
     return float(_scales(np.asarray(amax, dtype=np.float64), format)[()])
 
 
 def range_scaling(low: float, high: float, format: NumberFormat) -> Scaling:
-    """Return the scaling of values from `low` to `high`.
-
-    With a zero point the range is widened to hold 0, which is then exact. Raises as `amax_scale`.
+    """Return the scaling of values from `low` to `high`, raising as `amax_scale`. With a zero point the range
+    is widened to hold 0, which is then exact.
     """
     if not format.has_zero_point:
         return Scaling(amax_scale(max(abs(low), abs(high)), format))
@@ -50,9 +47,8 @@ def range_scaling(low: float, high: float, format: NumberFormat) -> Scaling:
 
 
 def weight_scales(w: Array, granularity: Granularity, channel_axis: int, format: NumberFormat) -> Array:
-    """Return the FP32 scales of a constant operand: shape () per tensor, else (w.shape[channel_axis],).
-
-    A channel that is zero throughout has the scale 1. Raises CalibrationError if the weight is not finite.
+    """Return the FP32 scales of a constant operand: shape () per tensor, else (w.shape[channel_axis],); 1 for
+    zeros. Raises CalibrationError if the weight is not finite.
     """
     magnitudes = np.abs(w.astype(np.float64))
     if not np.isfinite(magnitudes).all():

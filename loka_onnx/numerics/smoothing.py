@@ -28,7 +28,6 @@ def smoothing_factors(
     activation_channel_amax: Floats, weight_channel_amax: Floats, strength: float
 ) -> npt.NDArray[np.float64]:
     """Return sₖ (K,), divisors of an activation's channels and factors of the weight's rows; 1 beside zeros.
-
     `weight_channel_amax` is over the output channels of all weights that read the activation; `strength` is
     α. Raises ValueError if shapes differ, a magnitude is negative or not finite, or α is not between 0 and 1.
     """
@@ -55,9 +54,8 @@ def to_powers_of_two(factors: Floats) -> npt.NDArray[np.float64]:
 
 
 def keeping_range(factors: Floats, activation_channel_amax: Floats) -> npt.NDArray[np.float64]:
-    """Return factors (K,) times the power of two that keeps the activation's largest magnitude within √2.
-
-    A common factor changes no error, as scales follow it, but could leave FP16's range. Unchanged for zeros.
+    """Return factors (K,) times the power of two that keeps the activation's largest magnitude within √2. A
+    common factor changes no error, as scales follow it, but could leave FP16's range. Unchanged for zeros.
     """
     amax = np.asarray(activation_channel_amax, np.float64)
     divisors = np.asarray(factors, np.float64)

@@ -82,10 +82,8 @@ def auc_difference(
     groups: Array | None = None,
     confidence: float = CONFIDENCE,
 ) -> Interval | None:
-    """Return the AUC of the candidate minus that of the reference, with its paired interval.
-
-    `groups` are ids of rows that belong together. None where one class has no weight; infinite where a class
-    has one row.
+    """Return the AUC of the candidate minus that of the reference, with its paired interval. `groups` are ids
+    of rows that belong together. None where one class has no weight; infinite where a class has one row.
     """
     before, after = auc_placements(reference, labels, weights), auc_placements(candidate, labels, weights)
     if before is None or after is None:
@@ -112,19 +110,17 @@ def softplus(z: Array) -> Rows:
 
 
 def log_loss_rows(logits: Array, labels: Array) -> Rows:
-    """Return the log loss of each row in nats, from its logit.
-
-    L = y·softplus(−z) + (1 − y)·softplus(z): both terms are positive, so a confident and right prediction
-    keeps its small loss, which softplus(z) − y·z would cancel.
+    """Return the log loss of each row in nats, from its logit. L = y·softplus(−z) + (1 − y)·softplus(z): both
+    terms are positive, so a confident and right one keeps its small loss, which softplus(z) − y·z would
+    cancel.
     """
     y = labels.astype(np.float64)
     return y * softplus(-logits) + (1.0 - y) * softplus(logits)
 
 
 def entropy_rows(logits: Array) -> Rows:
-    """Return the entropy in nats of each predicted probability: a calibrated model's expected loss.
-
-    With q = σ(−|z|) it is softplus(−|z|) + q·|z|, in which nothing cancels.
+    """Return the entropy in nats of each predicted probability: a calibrated model's expected loss. With q =
+    σ(−|z|) it is softplus(−|z|) + q·|z|, in which nothing cancels.
     """
     distance = np.abs(logits.astype(np.float64))
     return np.asarray(np.log1p(np.exp(-distance)) + distance * expit(-distance), dtype=np.float64)
@@ -136,10 +132,7 @@ def squared_error_rows(predictions: Array, labels: Array) -> Rows:
 
 
 def logits_from_probabilities(probabilities: Array, clip: float) -> Rows:
-    """Return finite logits of probabilities, clipped to [clip, 1 − clip].
-
-    Raises InternalError if the clip is outside (0, ½).
-    """
+    """Return finite logits of probabilities in [clip, 1 − clip]; InternalError for a clip outside (0, ½)."""
     if not 0.0 < clip < 0.5:
         raise InternalError("a probability clip lies between 0 and one half", evidence=f"clip is {clip:g}")
     p = np.clip(probabilities.astype(np.float64), clip, 1.0 - clip)
@@ -163,10 +156,7 @@ def base_rate_entropy(labels: Array, weights: Array | None = None) -> float:
 
 
 def normalized_entropy(logits: Array, labels: Array, weights: Array | None = None) -> float:
-    """Return the mean log loss over the entropy of the base rate: 1 for a model that knows only that.
-
-    NaN where every label is of one class.
-    """
+    """Return mean log loss over the entropy of the base rate; NaN where every label is of one class."""
     loss = weighted_mean(log_loss_rows(logits, labels), weights)
     return _ratio(loss, base_rate_entropy(labels, weights))
 

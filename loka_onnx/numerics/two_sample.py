@@ -55,9 +55,7 @@ class BatchSample:
 
     @classmethod
     def of(cls, spread: BatchSpread, statistic: str) -> BatchSample:
-        """Return a statistic by its name, 0 in every batch if missing; InternalError for fewer than two
-        batches.
-        """
+        """Return a statistic by its name, 0 in every batch if missing; InternalError under two batches."""
         count = spread.batches
         if count < 2:
             raise InternalError("a variance needs two batches", evidence=f"'{statistic}' has {count}")
@@ -77,7 +75,6 @@ class MeanChange:
 
 def variance_ratio(pairs: Sequence[tuple[BatchSample, BatchSample]], units: Sequence[float]) -> float:
     """Return the second set's summed variance over the first's, over statistics of one kind; 1 if one is 0.
-
     `units` are scales of the statistics, such as the rms of a column; those with 0 are left out.
     """
     scaled = [
@@ -125,7 +122,6 @@ def _two_sided(difference: float, standard_error: float, freedom: float) -> floa
 
 def exceedance_probability(beyond: int, live: int, profile: int) -> float:
     """Return the probability that `beyond` of `live` batches or more exceed every one of `profile` batches.
-
     Raises InternalError if the numbers contradict one another.
     """
     if not 0 <= beyond <= live or profile < 1:
@@ -161,7 +157,7 @@ def stability_index(profile: MagnitudeHistogram, live: MagnitudeHistogram) -> fl
 
 
 def octave_counts(histogram: MagnitudeHistogram) -> dict[int | None, int]:
-    """Return the elements of each nonempty octave [2ᵉ, 2ᵉ⁺¹), by e; the zeros under None."""
+    """Return the number of elements in each nonempty octave [2ᵉ, 2ᵉ⁺¹), by e; of zeros under None."""
     octaves: dict[int | None, int] = {None: histogram.zeros} if histogram.zeros else {}
     for index, count in enumerate(histogram.counts, histogram.first):
         if count:

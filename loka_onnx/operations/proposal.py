@@ -1,7 +1,6 @@
 """A run file proposed from a model and rows.
 
-What can be read from the two is written down; what was guessed is marked, and what could not be matched is
-listed with candidates. Nothing is guessed silently: an output's kind decides the loss.
+Guesses are marked: an output's kind decides the loss. Inputs without columns are listed with candidates.
 """
 
 from __future__ import annotations
@@ -52,13 +51,9 @@ _PASSING = frozenset(
 class Column:
     """A column of the data, by its first rows.
 
-    Attributes:
-        kind: NumPy kind of its values; ``?`` for values that no input takes.
-        width: Values in a row of lists; 0 for a scalar column.
-        low: Smallest value of a numeric column.
-        high: Largest one.
-        is_binary: Whether it holds 0 and 1 alone, both of them.
-        is_sorted: Whether its values never decrease.
+    `kind` is the NumPy kind of its values; ``?`` if no input takes them. `width` is the length of its lists,
+    0 for a scalar column; `low` and `high` are its least and largest number. It `is_binary` if it holds both
+    0 and 1 and nothing else, and `is_sorted` if its values never decrease.
     """
 
     name: str
@@ -87,13 +82,7 @@ class Match:
 
 @dataclass(frozen=True)
 class Proposal:
-    """A run file, and what has to be known of it.
-
-    Attributes:
-        document: The run file's content.
-        matches: Columns of every input.
-        notes: Key of the run file (`outputs[0].kind`) → what a reader has to check there.
-    """
+    """A run file; `notes` maps its keys (`outputs[0].kind`) to what a reader has to check there."""
 
     document: dict[str, Any]
     matches: tuple[Match, ...]
@@ -124,14 +113,12 @@ def propose(
     labels: Sequence[str] = (),
     budget: float = 0.0002,
 ) -> Proposal:
-    """Propose a run file for a model and one file of rows.
+    """Propose a run file for an .onnx model and one .parquet or .npz file of rows.
 
     Args:
-        model: An .onnx file.
-        data: A .parquet or .npz file.
-        home: Directory that paths in the file start at.
-        devices: Names of `core.devices`; those of this machine where there are none.
-        labels: Columns of the labels, in the order of the outputs; found by name and values where left out.
+        home: Directory that paths in the file are relative to.
+        devices: Names of `core.devices`; empty for those of this machine.
+        labels: Columns of the labels, in the order of the outputs; empty to find them by name and values.
         budget: Largest accepted relative increase of the loss.
 
     Raises:
@@ -239,23 +226,19 @@ def match_columns(
 ) -> tuple[Match, ...]:
     """Find the columns of each input: by name, by the end of a name, by width, then by order.
 
-    Args:
-        inputs: Inputs of the model.
-        columns: Columns of the data.
-        labels: Columns that no input takes.
-        outside: Columns (groups, times) that an input takes only by name.
-        bounds: Ids that lookups take, by input.
+    No input takes `labels`; an input takes `outside` (groups, times) only by name. `bounds` are the ids that
+    the lookups of an input take.
     """
-    found: dict[str, Match] = {}
+    matches: dict[str, Match] = {}
 
     def free(spec: TensorSpec) -> list[Column]:
-        used = {name for match in found.values() for name in match.columns}
+        used = {name for match in matches.values() for name in match.columns}
         return [c for c in columns.values() if c.name not in used | labels and _fits(c, spec, bounds)]
 
     def settle(rule: str, find: Callable[[TensorSpec, list[Column]], Sequence[str]]) -> None:
         for spec in inputs:
-            if spec.name not in found and (names := tuple(find(spec, free(spec)))):
-                found[spec.name] = Match(spec.name, names, rule)
+            if spec.name not in matches and (names := tuple(find(spec, free(spec)))):
+                matches[spec.name] = Match(spec.name, names, rule)
 
     settle("same name", lambda spec, able: [c.name for c in able if c.name == spec.name])
     settle(
@@ -267,11 +250,11 @@ def match_columns(
         "as many columns as it is wide, in file order",
         lambda spec, able: _stacked(spec, able, outside, bounds.get(spec.name, ())),
     )
-    left = [spec for spec in inputs if spec.name not in found]
+    left = [spec for spec in inputs if spec.name not in matches]
     if len(left) == 1 and _width(left[0]) == 1:
         settle("the one column left", lambda _, able: _only(c for c in able if c.name not in outside))
     return tuple(
-        found.get(spec.name) or Match(spec.name, (), "", tuple(_nearest(spec.name, free(spec))))
+        matches.get(spec.name) or Match(spec.name, (), "", tuple(_nearest(spec.name, free(spec))))
         for spec in inputs
     )
 

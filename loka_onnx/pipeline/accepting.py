@@ -73,9 +73,7 @@ def export_model(settings: RunSettings) -> ModelArtifact:
 
 @dataclass(frozen=True)
 class Accepted:
-    """A run whose inputs were accepted: facts of the model for the report, rows to add to the profile, and
-    what to expect.
-    """
+    """A run with accepted inputs: notes for the report, rows to add to the profile, and the outlook."""
 
     context: Context
     notes: tuple[str, ...] = ()
@@ -88,16 +86,13 @@ def accept(
 ) -> Accepted:
     """Look at everything that a user must correct, before the first long stage, and raise all of it at once.
 
-    Args:
-        added: File whose rows are to be added to the profile.
-        goes_on: Whether all stages follow: then `plan.keep` and `plan.force` must name sites (`export` lists
-            the names), and there is an outlook.
-        most: Rows of each split that are read, the first ones; None for all.
+    `added` is a file whose rows are to be added to the profile. Where all stages follow (`goes_on`), patterns
+    of `plan.keep` and `plan.force` must name sites, which `export` lists, and there is an outlook. The first
+    `most` rows of each split are read; all for None.
 
-    Raises:
-        UserError: A device, backend, option, mod, column, row, label, weight or pattern cannot be used; the
-            model does not import, does not run at every batch size, or its rows are not independent; an
-            output does not hold what its kind allows. `SeveralErrors` where it is more than one of these.
+    Raises UserError if a device, backend, option, mod, column, row, label, weight or pattern cannot be used;
+    the model does not import, does not run at every batch size, or its rows are not independent; or an
+    output does not hold what its kind allows. `SeveralErrors` where it is more than one of these.
     """
     wrong = Collected()
     exported: ModelArtifact | None = None
@@ -151,7 +146,7 @@ def _checked(context: Context, wrong: Collected, most: int | None) -> tuple[str,
 
 
 def _preflight(context: Context, rows: Arrays | None) -> tuple[str, ...]:
-    """A few batches through the exported model, of generated rows where there are no others."""
+    """Run a few batches through the exported model, generated where there are no rows; return its notes."""
     config, exported = context.config, context.exported
     model, inputs = GraphModel.load(exported.path), exported.inputs
     drawn = rows or generated_rows(inputs, bind_columns({}, inputs, id_bounds(model)), CHECK_ROWS)
@@ -173,10 +168,7 @@ def _preflight(context: Context, rows: Arrays | None) -> tuple[str, ...]:
 
 
 def open_added(context: Context, path: Path) -> Dataset:
-    """Open and check a file whose rows are to be added to the profile.
-
-    Raises ConfigError if they are those of selection or certification; DataError if one cannot be used.
-    """
+    """Open and check rows to add to the profile; ConfigError for judged rows, DataError for unusable ones."""
     added = open_rows(context.config, path, context.bindings)
     ensure_disjoint(added, context.splits.selection, context.splits.certification)
     added.check()
@@ -292,10 +284,8 @@ def build_torch_model(config: ModelConfig, directory: Path) -> TorchModel:
     with _importable(directory):
         builder = load_builder(reference)
         source = inspect.getsourcefile(builder)
-        try:
+        with ModelError(f"E1530 the model builder '{reference}' failed").in_place_of(TypeError):
             built = builder(**config.arguments)
-        except TypeError as error:
-            raise ModelError(f"E1530 the model builder '{reference}' failed", evidence=str(error)) from error
     if not (isinstance(built, tuple) and len(built) == 2 and isinstance(built[1], Mapping)):
         raise ModelError(
             f"E1531 the model builder '{reference}' must return a module and its example inputs",
@@ -319,15 +309,13 @@ def build_torch_model(config: ModelConfig, directory: Path) -> TorchModel:
 def _load_weights(module: nn.Module, checkpoint: Path, reference: str) -> None:
     from loka_onnx.export.checkpoint import load_checkpoint
 
+    misfit = ModelError(
+        f"E1532 checkpoint '{checkpoint}' does not fit the model of '{reference}'",
+        remedy="build the model with the sizes that the checkpoint was trained with",
+    )
     state = load_checkpoint(checkpoint)
-    try:
+    with misfit.in_place_of(RuntimeError, words=lambda error: " ".join(str(error).split())[:300]):
         module.load_state_dict(state)
-    except RuntimeError as error:
-        raise ModelError(
-            f"E1532 checkpoint '{checkpoint}' does not fit the model of '{reference}'",
-            evidence=" ".join(str(error).split())[:300],
-            remedy="build the model with the sizes that the checkpoint was trained with",
-        ) from error
 
 
 def _spec(name: str, array: npt.NDArray[Any]) -> TensorSpec:

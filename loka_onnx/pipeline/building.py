@@ -30,8 +30,7 @@ class Task(Generic[R]):
 def how_many(asked_for: int | None, limit_bytes: int, available_bytes: int | None = None) -> int:
     """Builds that may run at once: their memory limits together fit into what is free, and one always may.
 
-    `asked_for` is the most that the user wants; None for half of the cores: compilers have threads of their
-    own. `available_bytes` of None asks the system.
+    `asked_for` is the user's limit; None for half of the cores, because compilers have threads of their own.
     """
     wanted = max(1, len(os.sched_getaffinity(0)) // 2) if asked_for is None else asked_for
     free = available_memory() if available_bytes is None else available_bytes
@@ -39,10 +38,7 @@ def how_many(asked_for: int | None, limit_bytes: int, available_bytes: int | Non
 
 
 def available_memory(cgroup: Path = CGROUP) -> int:
-    """Free memory in bytes: of the machine, or what a container's limit still leaves if that is less.
-
-    `cgroup` is the directory of this process's control group (Control Group v2, "Memory").
-    """
+    """Free memory in bytes: of the machine, or less by the limit of a control group (v2, "Memory")."""
     free = int(psutil.virtual_memory().available)
     try:
         limit = (cgroup / "memory.max").read_text(encoding="ascii").strip()
@@ -102,7 +98,7 @@ def build_all(
             tell()
         return [future.result() for future in names]
     finally:
-        # Nothing is left to do where all went well; otherwise what runs is ended, and waited for.
+        # After an error, running children are ended and awaited.
         stop.set()
         with interrupts_held():
             pool.shutdown(cancel_futures=True)

@@ -97,10 +97,8 @@ class WrittenJob:
 class EngineBuilder:
     """Builds every candidate of a run; a failure costs that candidate only.
 
-    Attributes:
-        corrections: Constants that were fitted to plans; those that were accepted are written with them.
-        only: Names of the candidates to build; None for all.
-        is_addition: Whether engines are added to those of an earlier builder, whose jobs stay.
+    `corrections` are fitted constants, of which accepted ones are written. `only` names the candidates to
+    build, None for all. With `is_addition` the jobs of an earlier builder stay.
     """
 
     judging: Judging
@@ -218,10 +216,7 @@ class EngineBuilder:
         )
 
     def _shared(self, candidate: Candidate) -> tuple[str, ...]:
-        """Inputs of an engine in request form that are equal within a request; empty for plain rows.
-
-        Build jobs carry plain rows.
-        """
+        """Inputs of an engine in request form that are equal within a request; build jobs have plain rows."""
         backend, architecture = candidate.backend, candidate.architecture
         is_here = architecture in backend.spec.request_form and not backend.build_blocker(architecture)
         return self.judging.shared if is_here else ()
@@ -327,9 +322,7 @@ def build_engines(
     corrections: CorrectionSet,
     only: Collection[str] | None = None,
 ) -> Built:
-    """Build, or take over, every candidate, or those in `only` → `engines/`, `engines.json`,
-    `rewrites.json`, `jobs/`.
-    """
+    """Build, or take over, candidates → `engines/`, `engines.json`, `rewrites.json`, `jobs/`."""
     context, config, settings = judging.context, judging.context.config, judging.context.config.build
     write_build_sample(judging)
     builder, source = EngineBuilder(judging, corrections, only), source_of(model, plans, judging.split)
@@ -365,7 +358,7 @@ def build_engines(
 
 
 def _job_files(jobs: Path) -> list[Path]:
-    """Files of jobs; their results come from elsewhere, and are told by their digests."""
+    """Files of jobs without their results, which other hosts write."""
     return [file for file in _files_below(jobs) if file.relative_to(jobs).parts[1:2] not in {(), (RESULT,)}]
 
 

@@ -33,9 +33,7 @@ LABEL_ROWS = 65536
 
 @dataclass(frozen=True)
 class RunSettings:
-    """A run before its model is exported: `looks` at certification, which divide its error, and the private
-    key that signs its bundle.
-    """
+    """A run before its model is exported; `looks` are certification attempts, which divide its error."""
 
     config: RunConfig
     directory: RunDirectory
@@ -86,8 +84,7 @@ class Context(RunSettings):
     def requests(self) -> Requests:
         """Generated inputs of the model."""
         rows = self.first_rows(CHECK_ROWS)
-        # The data say how long lists are, where the model leaves that open, and which ids there are, where no
-        # table tells.
+        # List lengths that the model leaves open, and ids that no table bounds, are those of the data.
         inputs = [replace(spec, shape=(None, *rows[spec.name].shape[1:])) for spec in self.exported.inputs]
         bindings = [bounded_by(binding, rows[binding.input]) for binding in self.bindings]
         request, each = self.config.data.request, max(1, round(self.candidates))

@@ -1,7 +1,7 @@
-"""The constants of each FP8 plan: fitted on calibration rows, kept or not by what they do on selection rows.
+"""The constants of each FP8 plan: fitted on calibration rows, kept if they help on selection rows.
 
-Both are simulated: the planned model in FP32, with Q/DQ as it is, in ONNX Runtime. What a backend then makes
-of the plan and its corrections is measured on its engine like everything else.
+Both are simulated: the planned model in FP32, with Q/DQ as it is, in ONNX Runtime. The engine of a plan with
+corrections is measured like every other.
 """
 
 from __future__ import annotations
@@ -117,8 +117,8 @@ class Correcting:
         quantized = [plan for plan in plans if plan.quantized_sites]
         if not self.context.config.plan.corrections or not quantized:
             return CorrectionSet()
-        found = {plan.id: _failed(plan, why) for plan in quantized if (why := self._why_hopeless(plan))}
-        able = [plan for plan in quantized if plan.id not in found]
+        fitted = {plan.id: _failed(plan, why) for plan in quantized if (why := self._why_hopeless(plan))}
+        able = [plan for plan in quantized if plan.id not in fitted]
         if able:
             for plan, site in product(able, self.model.sites):
                 if site.name in plan.quantized_sites:
@@ -126,8 +126,8 @@ class Correcting:
             means = self.context.path(SCRATCH) / "means.onnx"
             fit = fit_biases(self.model, able, self.context.specs, self.calibration, means)
             reference = self._reference()
-            found |= {plan.id: self._tried(plan, fit, reference) for plan in able}
-        return CorrectionSet(tuple(found[plan.id] for plan in quantized))
+            fitted |= {plan.id: self._tried(plan, fit, reference) for plan in able}
+        return CorrectionSet(tuple(fitted[plan.id] for plan in quantized))
 
     def _reference(self) -> Reference:
         if self.most is None:

@@ -68,9 +68,7 @@ LOCK = ".run.lock"
 
 @dataclass(frozen=True)
 class Stage(Generic[T]):
-    """A stage whose result is a document, or a dataclass of documents (then `document` has the path of each
-    field); its name is that in `run.json`.
-    """
+    """A stage whose result is a document, or a dataclass of documents (a mapping has the path of each)."""
 
     name: str
     document: str | Mapping[str, str]
@@ -146,17 +144,17 @@ def readable(value: Any, name: str = "") -> dict[str, str]:
     if not isinstance(plain, Mapping | tuple | list):
         return parts
     items = plain.items() if isinstance(plain, Mapping) else enumerate(plain)
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for key, item in items:
         place = f"{name}[{key}]" if isinstance(key, int) else f"{name}.{key}".lstrip(".")
-        found |= readable(item, place)
-        if len(found) > MOST_READ:
-            return parts if name else found
-    return found
+        texts |= readable(item, place)
+        if len(texts) > MOST_READ:
+            return parts if name else texts
+    return texts
 
 
 def changes(before: Mapping[str, str], now: Mapping[str, str]) -> str:
-    """What is new in the inputs of a stage, as of ``outputs[0].budget: 0.0002 → 0.001``."""
+    """Changes in the inputs of a stage, as of ``outputs[0].budget: 0.0002 → 0.001``."""
     names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
     told = []
     for name in names[:MOST_TOLD]:
@@ -180,11 +178,8 @@ class Outcome:
 class RunDirectory:
     """A directory that stages write to; locked until the end of its `with` block.
 
-    Attributes:
-        path: The directory, absolute.
-        on_stage: Called when a stage begins (with None) and when it ends.
-        is_fresh: Whether nothing of an earlier run is taken over.
-        made: The outermost directory that was created for this run; None when the directory was there.
+    `on_stage` is called when a stage begins (with None) and when it ends. Nothing of an earlier run is taken
+    over where it `is_fresh`; `made` is the outermost directory that was created for this run.
     """
 
     path: Path
@@ -207,36 +202,32 @@ class RunDirectory:
         path = path.absolute()
         fresh = RunRecord(config, versions, (), path)
         missing = [place for place in (path, *path.parents) if not place.exists()]
-        with ExitStack() as held:
-            try:
-                path.mkdir(parents=True, exist_ok=True)
-                if not os.access(path, os.W_OK):
-                    raise OutputError(
-                        f"E1503 the output directory '{path}' is not writable",
-                        evidence=f"its mode is {path.stat().st_mode & 0o777:o}",
-                        remedy="choose another directory with --output",
-                    )
-                refuse_links(path)
-                # Before anything is looked at: a run at work may have set things aside for a moment.
-                held.enter_context(locked(path))
-                _restore(path)
-                entries = sorted(entry.name for entry in path.iterdir() if not entry.name.startswith("."))
-                _check_usable(path, entries, may_hold_run=force or resume)
-                if resume and not force and RECORD in entries:
-                    earlier = serde.read(RunRecord, path / RECORD)
-                    opened = cls(path, replace(fresh, stages=earlier.stages, reads=earlier.reads))
-                else:
-                    _set_aside(path)
-                    serde.write(fresh, path / RECORD)
-                    opened = cls(path, fresh, is_fresh=True, made=missing[-1] if missing else None)
-            except OSError as error:
+        unusable = OutputError(
+            f"E1501 cannot use the output directory '{path}'", remedy="choose another directory with --output"
+        )
+        with ExitStack() as held, unusable.in_place_of(OSError):
+            path.mkdir(parents=True, exist_ok=True)
+            if not os.access(path, os.W_OK):
                 raise OutputError(
-                    f"E1501 cannot use the output directory '{path}'",
-                    evidence=str(error),
+                    f"E1503 the output directory '{path}' is not writable",
+                    evidence=f"its mode is {path.stat().st_mode & 0o777:o}",
                     remedy="choose another directory with --output",
-                ) from error
+                )
+            refuse_links(path)
+            # Before anything is looked at: a run at work may have set things aside for a moment.
+            held.enter_context(locked(path))
+            _restore(path)
+            entries = sorted(entry.name for entry in path.iterdir() if not entry.name.startswith("."))
+            _check_usable(path, entries, may_hold_run=force or resume)
+            if resume and not force and RECORD in entries:
+                earlier = serde.read(RunRecord, path / RECORD)
+                opened = cls(path, replace(fresh, stages=earlier.stages, reads=earlier.reads))
+            else:
+                _set_aside(path)
+                serde.write(fresh, path / RECORD)
+                opened = cls(path, fresh, is_fresh=True, made=missing[-1] if missing else None)
             opened._lock = held.pop_all()
-            return opened
+        return opened
 
     def __enter__(self) -> Self:
         return self
@@ -246,9 +237,7 @@ class RunDirectory:
 
     @contextmanager
     def undone_on_error(self) -> Iterator[None]:
-        """Take back everything that a fresh run left so far when the block, which reads the user's inputs,
-        fails; afterwards it is kept. A resumed run keeps the stages that it finished.
-        """
+        """Take back what a fresh run left if the block, which reads the user's inputs, fails."""
         try:
             yield
         except BaseException:
@@ -287,10 +276,8 @@ class RunDirectory:
     ) -> T:
         """Run a stage, or take over its earlier result, and load it.
 
-        Args:
-            reads: Inputs and settings that the result depends on (`keyed`).
-            produce: Does the work and returns the files it wrote, below the run directory.
-            again: Do the work even where it is finished: always, or where this holds of the earlier result.
+        `reads` are inputs and settings that the result depends on (`keyed`). `produce` does the work and
+        returns the files it wrote. `again` repeats finished work: always, or if it holds of the result.
         """
         key = digest_json({"stage": name, "key": keyed(reads), "versions": self.record.versions})
         parts = {**readable(reads), **readable(self.record.versions, "versions")}
@@ -334,9 +321,7 @@ class RunDirectory:
         *,
         again: bool | Callable[[T], bool] = False,
     ) -> T:
-        """Run a stage that leaves documents, or take them over; see `stage`. `files` returns the files of the
-        stage, given those that `Stage.write` does.
-        """
+        """Run a stage that leaves documents, or take them over; `files` adds to those of `Stage.write`."""
         return self.stage(
             stage.name,
             reads,
@@ -362,9 +347,7 @@ class RunDirectory:
         return self.record.stages[: self._place(name)]
 
     def _place(self, name: str) -> int:
-        """Position of a stage in the record: a repeated one keeps its own, and one that an earlier run left
-        out stands behind the stage that it follows.
-        """
+        """Position of a stage in the record: its own, or behind the stage that it follows in this run."""
         names = [record.stage for record in self.record.stages]
         if name in names:
             return names.index(name)
@@ -376,11 +359,9 @@ class RunDirectory:
 
 
 def refuse_links(directory: Path) -> None:
-    """Make sure that nothing which a run reads, writes or removes in its directory lies elsewhere; an
-    OutputError for a link that leads out.
+    """Raise OutputError for a link in a run directory that leads out of it.
 
-    The paths in its documents stay inside as text (`core.serde.InsidePath`); with this they do as files. The
-    directory itself may be reached through a link.
+    Paths in documents stay inside as text (`core.serde.InsidePath`). The directory itself may be a link.
     """
     home = Path(os.path.realpath(directory))
     for top in (*OWNED, EARLIER, DISCARDED):
@@ -465,7 +446,7 @@ def locked(directory: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        # Removed while locked: who waited with this file open sees that it is no longer of that name.
+        # Removed while locked: a waiting process sees that its open file has lost the name.
         with suppress(OSError):
             file.unlink()
         os.close(descriptor)

@@ -237,8 +237,8 @@ def _bundled(
     judging: Judging, results: Results, engine: EngineArtifact, sample: Arrays, fallback: Expectation
 ) -> BundleEngine:
     evaluations = results.evaluations.evaluations
-    found = (e for e in evaluations if (e.engine, e.split) == (engine.id, "certification"))
-    if (evaluation := next(found, None)) is not None:
+    same = (e for e in evaluations if (e.engine, e.split) == (engine.id, "certification"))
+    if (evaluation := next(same, None)) is not None:
         # Slices may be thousands, and a loader reads the manifest at every start.
         outputs = (replace(output, slices=(), slices_left_out={}) for output in evaluation.outputs)
         evaluation = replace(evaluation, outputs=tuple(outputs))

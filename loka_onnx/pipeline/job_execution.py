@@ -1,4 +1,4 @@
-"""Executing a build job, on the host that has what it takes: build, first inference, latency, outputs.
+"""Executing a build job, on a host with its device: build, first inference, latency, outputs.
 
 On a Ray cluster a node offers a device as a custom resource of its name (``ray start --resources
 '{"nvidia-h100": 1}'``), of which a job takes one. As with calibration (`calibration.passes.ray_executor`),
@@ -26,7 +26,7 @@ from loka_onnx.data import Batch
 from loka_onnx.engines.device_lock import device_alone
 from loka_onnx.engines.isolation import replace_directory, staged
 from loka_onnx.engines.registry import get_backend
-from loka_onnx.errors import EngineError, LokaError, MissingPackage, StageError
+from loka_onnx.errors import EngineError, LokaError, MissingPackage, StageError, line_of
 from loka_onnx.evaluation.latency import LatencyOptions, measure_latency, prepared
 from loka_onnx.evaluation.predictions import padded, predict
 from loka_onnx.pipeline.job_results import RESULT_DOCUMENT
@@ -143,13 +143,13 @@ class _Execution:
     def write_outputs(self, runner: Runner, rows: JobRows, file: Path) -> None:
         """The judged outputs on the rows of a split."""
         task = f"{self.job.plan.id} on {rows.split}"
-        found = predict(
+        predicted = predict(
             padded(runner.run, self.job.batch.minimum),
             self._batches(rows),
             self.job.outputs,
             progress=lambda done: self.progress(task, done, rows.rows),
         )
-        np.savez(file, **found.outputs)  # type: ignore[arg-type]
+        np.savez(file, **predicted.outputs)  # type: ignore[arg-type]
 
     def _batches(self, rows: JobRows) -> Iterator[Batch]:
         columns = self._columns(rows)
@@ -208,11 +208,10 @@ def execute_on_cluster(jobs: Mapping[Path, str], address: str | None, progress: 
 def _failure(ray: Any, reference: Any) -> str:
     """Error of a task; empty if it succeeded."""
     try:
-        found: str = ray.get(reference)
+        failure: str = ray.get(reference)
     except ray.exceptions.RayError as error:
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        return f"{type(error).__name__}: {lines[-1].strip()[:400]}"
-    return found
+        return f"{type(error).__name__}: {line_of(error, -1)}"
+    return failure
 
 
 def _execute(directory: str) -> str:
@@ -225,15 +224,12 @@ def _execute(directory: str) -> str:
 
 
 def _import_ray() -> Any:
-    try:
+    with MissingPackage(
+        "E1506 Ray is not installed",
+        remedy="pip install 'loka-onnx[ray]', or leave out `build.executor` and carry the jobs yourself",
+    ).in_place_of(ImportError):
         import ray
         import ray.exceptions
-    except ImportError as error:
-        raise MissingPackage(
-            "E1506 Ray is not installed",
-            evidence=str(error),
-            remedy="pip install 'loka-onnx[ray]', or leave out `build.executor` and carry the jobs yourself",
-        ) from error
     return ray
 
 
@@ -241,14 +237,12 @@ def _connect(ray: Any, address: str | None) -> None:
     # Ray reports its use to its makers unless told otherwise.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     host, _, port = (address or "").rpartition(":")
-    try:
+    silent_cluster = EngineError(
+        f"E1507 no Ray cluster answers at '{address or 'auto'}'",
+        remedy="correct `build.ray_address`, or leave out `build.executor`: jobs then wait in `jobs/`",
+    )
+    with silent_cluster.in_place_of(OSError, RuntimeError, ValueError, words=line_of):
         if port.isdecimal():
             # Where nothing listens, Ray itself takes minutes to say so.
             socket.create_connection((host, int(port)), timeout=10.0).close()
         ray.init(address=address or "auto", log_to_driver=False, logging_level="ERROR")
-    except (OSError, RuntimeError, ValueError) as error:
-        raise EngineError(
-            f"E1507 no Ray cluster answers at '{address or 'auto'}'",
-            evidence=(str(error).strip().splitlines() or [type(error).__name__])[0][:400],
-            remedy="correct `build.ray_address`, or leave out `build.executor`: jobs then wait in `jobs/`",
-        ) from error

@@ -63,22 +63,22 @@ def read_result(directory: Path, job: BuildJob) -> JobResult | None:
 
 def _read_document(document: Path) -> JobResult:
     """Read the result document of a job and check that it lists its engine and outputs."""
-    found = serde.read(JobResult, document)
-    path = found.artifact.path
-    named = {f"outputs of {split}": name for split, name in found.outputs.items()}
+    result = serde.read(JobResult, document)
+    path = result.artifact.path
+    named = {f"outputs of {split}": name for split, name in result.outputs.items()}
     if path is not None:
         # The engine has a directory of its own, which is what is copied.
         named["the engine"] = path.as_posix() if len(path.parts) > 1 else ""
     for what, name in named.items():
-        if name not in found.files:
+        if name not in result.files:
             raise ModelError(
-                f"E1511 the result of job '{found.candidate}' names {what} and does not list it",
+                f"E1511 the result of job '{result.candidate}' names {what} and does not list it",
                 where=str(document),
                 evidence=f"it names '{path if what == 'the engine' else name}' and lists "
-                f"{len(found.files)} files",
+                f"{len(result.files)} files",
                 remedy="execute the job again (`loka-onnx build --job`)",
             )
-    return found
+    return result
 
 
 def merge_result(result: JobResult, directory: Path, output: Path, root: Path) -> EngineArtifact:
@@ -88,7 +88,7 @@ def merge_result(result: JobResult, directory: Path, output: Path, root: Path) -
     if not artifact.is_built or artifact.path is None:
         return replace(artifact, detail=f"{where}: {artifact.detail}")
     if result.failure:
-        # As of an engine of this host: one that fails where it belongs has lost by that.
+        # An engine that fails on its own device has failed, as on this host.
         detail = f"built {where}, where it failed behind its first batches: {result.failure}"
         return replace(artifact, path=None, bytes=0, digest="", status=BuildStatus.FAILED, detail=detail)
     inner = artifact.path.relative_to(artifact.path.parts[0])
@@ -114,10 +114,7 @@ class ElsewhereRuns:
     jobs: Path
 
     def opener(self, engine: EngineArtifact, split: str) -> Callable[[], Run] | None:
-        """Return a function that replays an engine's outputs from another host; None if it ran on this host.
-
-        Raises EvaluationError if the outputs are gone, or altered.
-        """
+        """Return a replay of outputs from another host, if any; EvaluationError if gone or altered."""
         if engine.status is not BuildStatus.RUN_ELSEWHERE:
             return None
         result = self._result(engine)
@@ -158,9 +155,7 @@ class ElsewhereRuns:
 
 
 def replayed(file: Path) -> Run:
-    """Return recorded outputs in place of an engine, for the same rows in the same order; asked for more
-    rows, the function raises an EvaluationError.
-    """
+    """Return recorded outputs as an engine of the same rows in order; EvaluationError for further rows."""
     with np.load(file, allow_pickle=False) as arrays:
         outputs = {name: np.asarray(arrays[name]) for name in arrays.files}
     known, done = min(map(len, outputs.values())), 0
@@ -180,11 +175,7 @@ def replayed(file: Path) -> Run:
 
 
 def choosable(engines: Iterable[EngineArtifact], command: str = "run --resume") -> list[EngineArtifact]:
-    """Return the engines to choose from now: those of targets that have one, or that never will.
-
-    A target whose engines all wait for their jobs gets its choice when the run goes on with their results; if
-    all targets do, an EngineError is raised.
-    """
+    """Return engines of targets that do not wait for all of theirs; EngineError if every target waits."""
     every = list(engines)
     waiting = {e.target for e in every if e.status is BuildStatus.WAITING}
     waiting -= {e.target for e in every if e.is_built}

@@ -112,11 +112,7 @@ def write_job(directory: Path, request: BuildRequest, origin: JobOrigin) -> Buil
 
 
 def read_job(directory: Path) -> BuildJob:
-    """Read a job and hold its directory against it.
-
-    Raises ModelError if it is not a job, or a file is missing, extra or altered; UserError if another version
-    of this package wrote it.
-    """
+    """Read and verify a job; ModelError if it is none or its files differ, UserError for another version."""
     if not (directory / JOB).is_file():
         raise ModelError(
             "E1516 there is no build job here",
@@ -157,15 +153,15 @@ def find_jobs(place: Path) -> list[Path]:
     """Return the job at a place, or all jobs in it, by name; a ModelError if there is none."""
     if (place / JOB).is_file():
         return [place]
-    found = sorted(path.parent for path in place.glob(f"*/{JOB}"))
-    if not found:
+    jobs = sorted(path.parent for path in place.glob(f"*/{JOB}"))
+    if not jobs:
         raise ModelError(
             "E1518 there is no build job here",
             where=str(place),
             evidence=f"neither it nor a directory in it holds '{JOB}'",
             remedy=f"name a job, or the '{JOBS}/' of a run",
         )
-    return found
+    return jobs
 
 
 def _write_rows(directory: Path, split: SplitRows) -> JobRows:
@@ -208,11 +204,11 @@ def verify_files(
         path = PurePosixPath(name)
         if path.is_absolute() or ".." in path.parts or path.as_posix() != name:
             _refuse(directory, f"'{document}' lists a path that leaves the directory", repr(name))
-    found = _names(directory, besides)
-    for name in sorted(found - set(files) - {document}):
+    names = _names(directory, besides)
+    for name in sorted(names - set(files) - {document}):
         _refuse(directory, f"file '{name}' is not listed in '{document}'", f"{len(files)} files are listed")
     for name, digest in sorted(files.items()):
-        if name not in found:
+        if name not in names:
             _refuse(directory, f"file '{name}' is missing", f"'{document}' lists it")
         actual = digest_file(directory / name)
         if actual != digest:

@@ -54,10 +54,7 @@ JOB_TIMED_BYTES = 1 << 26
 
 @dataclass(frozen=True)
 class Judging:
-    """Judges the engines of one run, of this host and of others; after a cut they take looked-up rows.
-
-    `users` is the request form that engines of `Part.REQUEST` have.
-    """
+    """Judges the engines of one run; they may take looked-up rows (`split`) or requests (`users`)."""
 
     context: Context
     split: ModelSplit | None
@@ -162,9 +159,7 @@ class Judging:
         return () if self.users is None or not self.users.is_used else self.users.inputs
 
     def taken_by_engines(self, inputs: Arrays, part: Part = Part.WHOLE) -> Arrays:
-        """Engine inputs for model inputs: looked-up rows in place of ids if the model was cut, users and
-        candidates for a part in request form.
-        """
+        """Engine inputs for model inputs: looked-up rows after a cut, users for a part in request form."""
         if part is Part.REQUEST:
             return to_users(inputs, self.shared)
         if self.split is None or self.split.halves is None:
@@ -180,19 +175,19 @@ class Judging:
         `beyond` the budget cannot be chosen, and get no further loads. Failures are of engines that do not
         open or fail, or whose lookup does.
         """
-        # The most exact first: a tie is theirs.
+        # The most exact first: they win ties.
         ready = sorted((e for e in engines if e.status is BuildStatus.READY), key=_eight_bit_sites)
         kinds = sorted({_kind(e) for e in ready}, key=str)
         sizes, done = len(kinds) * FIRST_LOADS * len(self.context.config.batch.serve), count(1)
         progress = self.context.progress
         options = replace(PER_LOAD, on_batch=lambda: progress("latency", min(next(done), sizes), sizes))
         progress("latency", 0, sizes)
-        found = Interleaved({}, {})
+        merged = Interleaved({}, {})
         for kind in kinds:
             timed = self._time_kind([e for e in ready if _kind(e) == kind], kind, options, beyond)
-            found.latencies.update(beside_lookup(timed.latencies))
-            found.failures.update(timed.failures)
-        return found
+            merged.latencies.update(beside_lookup(timed.latencies))
+            merged.failures.update(timed.failures)
+        return merged
 
     def _time_kind(
         self, engines: Sequence[EngineArtifact], kind: _Kind, options: LatencyOptions, beyond: Collection[str]
@@ -213,7 +208,7 @@ class Judging:
                     left = [engine for engine in left if engine.id in close and not is_late]
                 if not left:
                     break
-                # No engine is always the first to be loaded, where memory is left.
+                # Engines take turns in being loaded first, with more memory left.
                 turned = [*left[index % len(left) :], *left[: index % len(left)]]
                 timed = self._load(turned, kind, options)
                 failures |= timed.failures
@@ -269,9 +264,7 @@ class Judging:
         )
 
     def timed_rows(self) -> SplitRows:
-        """Generated engine inputs that latencies of build jobs are measured on: as many as the largest
-        requests take in turns, so that no row repeats, below `JOB_TIMED_BYTES`.
-        """
+        """Generated engine inputs for latencies of build jobs: no row repeats, below `JOB_TIMED_BYTES`."""
 
         def sample(rows: int) -> Arrays:
             return self.taken_by_engines(self.context.requests.sample(rows))
@@ -283,10 +276,8 @@ class Judging:
 
 
 def counts_here(evaluations: Sequence[Evaluation], engines: Sequence[EngineArtifact]) -> bool:
-    """Return True if this machine has the target of engines that were timed on a device of another full name.
-
-    Run files name an H100 PCIe and an H100 80GB HBM3 alike; a time belongs to one of them.
-    """
+    """True if this machine has the target of engines that were timed on a device of another full name."""
+    # Run files name an H100 PCIe and an H100 80GB HBM3 alike; a time belongs to one of them.
     timed = {e.engine: {latency.device for latency in e.latencies} for e in evaluations if e.latencies}
     return any(
         device_of_architecture(engine.architecture)

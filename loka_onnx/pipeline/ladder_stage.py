@@ -1,4 +1,4 @@
-"""Climbing the ladders of plans, and going down again where what was selected misses on certification.
+"""Climbing the ladders of plans, and going down again if a selected plan misses on certification.
 
 There is a ladder for each planned eight-bit precision, and one for both together (`mixed`). One switchable
 model (`calibration.effects.switchable`) holds every site that may run in it, exact and rounded. A rung is one
@@ -86,7 +86,7 @@ def climb_ladders(context: Context, modified: ModelArtifact, profile: Profile) -
 
 
 def attempt_again(judging: Judging, results: Results) -> Results:
-    """Lower rungs, one after the other, as long as what was selected misses → `attempt-<n>.json`."""
+    """Lower rungs, one after the other, as long as the selected plan misses → `attempt-<n>.json`."""
     options = choice_options(judging.context.config)
     for number in range(1, len(SHARES)):
         engines = choosable(results.engines.engines)
@@ -146,7 +146,7 @@ class Climbing:
     def climb(self, kind: str) -> Climb | None:
         """Return the highest rung of all sites that may run in a kind of plan, for the first attempt.
 
-        None where a mixed plan would have one format, which is left out, or is searched by kernel times.
+        None if a mixed plan would have one format, which is left out, or is searched by kernel times.
         """
         planner = self._planner(kind)
         start = planner.start_ladder() if planner.has_ladder else None

@@ -95,9 +95,7 @@ def _modified(context: Context) -> ModdedModel:
 
 
 def split_high_error(context: Context, merged: ModdedModel, left: Mapping[str, float]) -> SplitModel:
-    """High-error channels of sites that do not fit as products of their own → `model/modified.json`; `left`
-    is the part of its error that each of these sites may keep.
-    """
+    """Split high-error channels off the sites that may keep the part `left` of it → `model/modified.json`."""
     formats = [format.of_weights for format in planned_formats(context.config)]
 
     def make() -> SplitModel:
@@ -126,8 +124,7 @@ def allowed_errors(context: Context, merged: MeasuredModel) -> dict[str, float]:
     """Return, by site, the share of its eight-bit error energy (0 to 0.5) that may remain after a split.
 
     Listed are the sites above the rung that is expected to pass certification; of several formats a site has
-    that of plan `mixed`. Empty if `mods.split_channels` is off. Raises PlanningError if the profile lacks a
-    site or an output.
+    that of plan `mixed`. Empty if `mods.split_channels` is off.
     """
     chosen = context.config.plan
     if not context.config.mods.split_channels:

@@ -61,9 +61,10 @@ COPIES, TABLES = 35, 4
 
 @dataclass(frozen=True)
 class Trial:
-    """The exported model and its form in low precision on `rows` rows: seconds of a row in each and, of the
-    exported one, in a request of the largest size that is timed; how many times as long as on an idle host
-    work takes; by output the half width of the interval of its loss; and outputs that move unjudged.
+    """The exported model and its form in low precision, run on `rows` rows.
+
+    Seconds are of a row; `large_seconds` in a request of the largest timed size. `busy` is the time of work
+    over that on an idle host, `half_widths` are of the loss intervals by output, `unjudged` moved outputs.
     """
 
     rows: int
@@ -77,10 +78,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Outlook:
-    """Expected seconds by stage, as the record names it, and what the user may want to change first.
-
-    `unknown` are backends whose builds are not in the seconds.
-    """
+    """Expected seconds by stage of the record, without builds of `unknown` backends; and advice."""
 
     seconds: dict[str, float] = field(default_factory=dict)
     unknown: tuple[str, ...] = ()
@@ -101,7 +99,7 @@ def look_ahead(context: Context) -> Outlook:
     try:
         trial = _tried(context)
     except LokaError:
-        # Calibration tells what it is, and with all rows.
+        # Calibration raises the error, on all rows.
         return Outlook(advice=(*_budgets(context), *_room(context)))
     blocked = {b.name: b.build_blocker(a) for _, b, a in buildable(context.config) if b.name != "onnxruntime"}
     unknown = tuple(name for name, blocker in blocked.items() if not blocker)

@@ -96,9 +96,7 @@ def planned_recipes(config: RunConfig) -> tuple[Recipe, ...]:
 
 
 def recipes_of(format: NumberFormat, scale: ScaleRule | None = None) -> tuple[Recipe, ...]:
-    """Both granularities of weights under each scale rule that competes in a format, whatever
-    `plan.weight_granularity` lets a plan use: the profile shows both, and an interaction has no channels.
-    """
+    """Both granularities of weights, which a profile shows, under each scale rule that a format has."""
     return tuple(
         Recipe.of(format, weight, rule)
         for rule in _RULES[scale or (ScaleRule.AMAX if format.is_float else ScaleRule.MSE)]
@@ -109,9 +107,8 @@ def recipes_of(format: NumberFormat, scale: ScaleRule | None = None) -> tuple[Re
 def check_targets(config: RunConfig) -> None:
     """Check devices, backends and their options before any work is done.
 
-    Raises ConfigError if a backend does not know a device, has no such setting, or takes another value, or if
-    no backend of any target multiplies INT8, which `plan.formats` asks for; MissingPackage if one does not
-    import.
+    Raises ConfigError if a backend does not know a device or a setting, or no backend multiplies INT8, which
+    `plan.formats` asks for; MissingPackage if one does not import.
     """
     wrong = Collected()
     for number, target in enumerate(config.targets):
@@ -189,10 +186,7 @@ def competing_plans(config: RunConfig, timed: Collection[DeviceTimings] = ()) ->
 
 
 def _runs(config: RunConfig, precision: Precision) -> bool:
-    """True if a backend of any target can run the whole model in a precision.
-
-    CPUs never count: they gain no time by it, and FP16 needs a further pass of calibration to be safe.
-    """
+    """True if a backend of a target runs the whole model in a precision; not on CPUs, which gain no time."""
     plan = PrecisionPlan(str(precision), "", precision, (), {}, 0.0)
     return any(
         architecture != CPU and backend.decline(plan, architecture) is None
@@ -201,11 +195,7 @@ def _runs(config: RunConfig, precision: Precision) -> bool:
 
 
 def plan_options(context: Context, model: ModelArtifact) -> PlanOptions:
-    """Return the plan options of the run file, with the kernel times that the databases hold now.
-
-    `model` is the model after mods. `safe` is empty until the ladders are climbed. Raises UserError if a file
-    is no timing database.
-    """
+    """Return the plan options of the run file and known kernel times; UserError for no timing database."""
     chosen = context.config.plan
     devices = tuple(_device_timings(context, model))
     return PlanOptions(
@@ -221,11 +211,7 @@ def plan_options(context: Context, model: ModelArtifact) -> PlanOptions:
 
 
 def _device_timings(context: Context, model: ModelArtifact) -> Iterator[DeviceTimings]:
-    """Yield the kernel times of every target.
-
-    Times of the target's own backends are preferred; those of another are better than none, because libraries
-    multiply with much the same kernels.
-    """
+    """Yield kernel times of every target: of its own backends, or else of another one's similar kernels."""
     config = context.config
     base = Precision.BF16 if config.plan.base == "auto" else config.plan.base
     databases = (context.path(TIMINGS), *((config.plan.timings,) if config.plan.timings else ()))
@@ -240,7 +226,7 @@ def _device_timings(context: Context, model: ModelArtifact) -> Iterator[DeviceTi
 
 
 def decide_plans(context: Context, model: ModelArtifact, profile: Profile, safe: Climbs) -> PlanSet:
-    """Profile → `plan.json`; `safe` says how far the ladders of safe plans were climbed."""
+    """Make every plan of the run → `plan.json`; `safe` has the climbed rungs of the safe plans."""
     chosen, options = context.config.plan, replace(plan_options(context, model), safe=safe)
     reads = {
         "model": model,
@@ -268,9 +254,7 @@ def decide_plans(context: Context, model: ModelArtifact, profile: Profile, safe:
 
 
 def search_plans(context: Context, model: ModelArtifact, profile: Profile) -> tuple[PrecisionPlan, ...]:
-    """Plans beside the best one of the search over kernel times, for every device with such times; those of
-    `mixed` first, where it competes.
-    """
+    """Plans beside the best one by kernel times, for every device with such times; `mixed` ones first."""
     recipes, options = planned_recipes(context.config), plan_options(context, model)
     kinds: list[str] = [MIXED] if MIXED in options.plans else []
     kinds += dict.fromkeys(recipe.precision for recipe in recipes)

@@ -95,11 +95,7 @@ class Probing:
         )
 
     def add_rows(self, earlier: Profile, added: Dataset) -> Profile:
-        """Add rows to the profile of the exported model → `calibration/exported.json`; a ConfigError if it
-        has them.
-
-        The stage keeps its key, so that later stages and later runs go on from it.
-        """
+        """Add new rows to the exported model's profile → `calibration/exported.json`; its key stays."""
         model = self.context.exported
         if added.digest in earlier.data_digest.split("+"):
             raise ConfigError(
@@ -211,9 +207,7 @@ class Probing:
         )
 
     def _open_verdicts(self, model: ModelArtifact, profile: Profile) -> tuple[str, ...]:
-        """Sites whose verdict a profile leaves open, as if nothing were kept: a profile serves any
-        `plan.keep`, and is not taken again when that changes.
-        """
+        """Sites whose verdict a profile leaves open, as if nothing were kept: it serves any `plan.keep`."""
         return open_verdicts(model, profile, self.specs, self.config.calibration.confidence)
 
     def _may_decide_more(self, model: ModelArtifact, earlier: Profile) -> bool:
@@ -230,9 +224,7 @@ class Probing:
         return LocalExecutor(threads)
 
     def key(self, model: ModelArtifact) -> dict[str, Any]:
-        """Inputs and settings that a profile depends on: not where batches run, which changes nothing, nor
-        budgets, which tell only when it is enough.
-        """
+        """Inputs and settings that a profile depends on; where batches run changes nothing."""
         return {
             "model": model,
             "data": [self.data, self.context.splits.selection],
@@ -251,9 +243,7 @@ class Probing:
 
 
 def changed_sites(earlier: Profile, model: ModelArtifact) -> frozenset[str]:
-    """Return sites that a profile of the model before mods does not cover: new ones, those that a mod says it
-    replaced or changed, and those whose operands have other names (a constant that a mod writes gets one).
-    """
+    """Return sites that an earlier profile does not cover: new, changed by a mod, or with other operands."""
     known = {entry.site: set(entry.operands) for entry in earlier.sites}
     return frozenset(
         site.name
@@ -277,9 +267,8 @@ def with_partners(model: ModelArtifact, names: Collection[str]) -> frozenset[str
 def with_sites(earlier: Profile, later: Profile, model: ModelArtifact) -> Profile:
     """Replace sites of the earlier profile by those of the later one, for a model that has them all.
 
-    Facts of all sites hold for each: rows are the fewest of both, and intervals are those that hold
-    at any number of rows where either was stopped by what it saw. The later profile has partners
-    (`with_partners`) too; the model decides which sites there are, and their order.
+    Rows are the fewest of both profiles; intervals hold at any number of rows if one of them stopped early.
+    The later profile has partners (`with_partners`) too; the model decides the sites and their order.
     """
     entries = {entry.site: entry for entry in (*earlier.sites, *later.sites)}
     again = {entry.site for entry in later.sites}
@@ -313,10 +302,7 @@ def with_sites(earlier: Profile, later: Profile, model: ModelArtifact) -> Profil
 
 
 def without_removed_sites(earlier: Profile, model: ModelArtifact) -> Profile:
-    """Return a profile for a model whose sites it has: in the model's order, without others and their groups.
-
-    Ranges of tensors are dropped if the model differs.
-    """
+    """Return a profile for a model whose sites it has; ranges of tensors are dropped for another model."""
     order = [site.name for site in model.sites]
     entries = {entry.site: entry for entry in earlier.sites}
     return replace(

@@ -11,10 +11,9 @@ follow from what was found, in rounds:
 
 Before an engine is built, its latency is predicted from earlier measurements (`planning.expected_latency`).
 
-What is worth a step is on the Pareto front of time and upper bound (`expected_latency`). Times of rounds
-are compared through an engine in high precision, the anchor, which is timed in turns with the others each
-time. Accuracy is judged on the selection split, from the engines' own outputs; certification is not looked at
-here.
+Steps start on the Pareto front of time and upper bound (`expected_latency`). Times of rounds are compared
+through an engine in high precision, the anchor, which is timed in turns with the others each time. Accuracy
+is judged on the selection split, from the engines' own outputs; certification is not looked at here.
 
 A refinement is built by the backend whose quantized engine is the fastest on that hardware: a build takes
 minutes, and a few sites seldom change the order of backends.
@@ -155,8 +154,6 @@ class Bench:
 
 @dataclass(frozen=True)
 class _Proposal:
-    """A plan before its engine is built."""
-
     plan: PrecisionPlan
     origin: Origin = Origin.RUN_FILE
     parent: str = ""
@@ -296,7 +293,7 @@ class _Loop:
         self._first = anchor.speed
         for trial in self.trials:
             trial.anchor = None if trial.speed is None else self._first
-        # They were timed in turns: what quantized ones take must follow from those without.
+        # Predicted from engines in high precision alone, because all were timed in turns.
         for trial in timed:
             trial.predicted = self._expected(trial.plan, trial.engine, exact)
         like = min(timed, key=lambda t: t.per_row_us).engine
@@ -336,8 +333,8 @@ class _Loop:
 
     def _judge(self, trials: Sequence[_Trial]) -> None:
         if trials:
-            found = self._bench.judge([trial.engine for trial in trials])
-            for trial, evaluation in zip(trials, found, strict=True):
+            evaluations = self._bench.judge([trial.engine for trial in trials])
+            for trial, evaluation in zip(trials, evaluations, strict=True):
                 trial.evaluation = evaluation
         self.judged += trials
 

@@ -88,11 +88,7 @@ def open_rows(config: RunConfig, path: Path, bindings: Sequence[InputBinding]) -
 
 
 def open_splits(config: RunConfig, bindings: Sequence[InputBinding]) -> Splits:
-    """Open calibration, selection and certification.
-
-    Raises ConfigError if two splits share rows; DataError if a file or a column is missing or of another
-    type.
-    """
+    """Open the three splits; ConfigError if two share rows, DataError if a file or column is unusable."""
     data = config.data
     if data.path is not None and data.split is not None:
         shares = data.split.fractions.model_dump()
@@ -121,10 +117,7 @@ def split_rule(config: RunConfig) -> str:
 
 @dataclass(frozen=True)
 class Requests:
-    """Generated inputs of a model; bindings have the bounds of ids, numbers are positive where `unsigned`.
-
-    Rows of `shared` inputs are the same for `candidates` rows, one after the other.
-    """
+    """Generated inputs of a model; rows of `shared` inputs are the same for so many `candidates` in turn."""
 
     inputs: Sequence[TensorSpec]
     bindings: Sequence[InputBinding]

@@ -85,15 +85,11 @@ def expected_stages(config: RunConfig | None, until: Stage = Stage.BUNDLE) -> tu
 
 @dataclass(frozen=True, kw_only=True)
 class Reporting:
-    """Reporting of a run, and the key that signs its bundle.
+    """Reporting of a run, and the private key (PEM) to `sign` its bundle with.
 
-    Attributes:
-        sign: Private key (PEM) that the bundle is signed with; None to leave it unsigned.
-        progress: Called as work is done.
-        on_stage: Called when a stage begins (with None) and when it ends.
-        on_stages: Called with the names of the stages that are to come, in order; those that turn out to be
-            unnecessary never begin. Again where a refresh becomes a full run.
-        on_outlook: Called with what to expect, before the first long stage.
+    `on_stage` is called when a stage begins (with None) and when it ends; `on_stages` with the names of the
+    stages to come, also where a refresh becomes a full run (unnecessary ones never begin); `on_outlook` with
+    what to expect, before the first long stage.
     """
 
     sign: Path | None = None
@@ -111,13 +107,9 @@ class Reporting:
 class RunOptions(Reporting):
     """Options of a run: its directory, and how it reports itself.
 
-    Attributes:
-        force: Start over in a directory that holds an earlier run.
-        resume: Take over the finished stages of an earlier run.
-        until: Last stage to run.
-        added: Data file whose rows are added to the profile; None for none.
-        label_rule: What the labels mean, for the report.
-        looks: Times that the certification rows are looked at for this model; their error is divided.
+    `force` starts over in the directory of an earlier run, `resume` takes over its finished stages, `until`
+    is the last stage to run. Rows of the data file `added` join the profile; `label_rule` says what labels
+    mean. `looks` are the certification attempts for this model, which divide the error.
     """
 
     force: bool = False
@@ -152,9 +144,8 @@ class RunResult(Tabular):
 def run(config: RunConfig | str | Path, options: RunOptions | None = None) -> RunResult:
     """Turn a trained model into the fastest engine that is still accurate.
 
-    Raises:
-        UserError: The configuration or an input is wrong, or another run is at work in the directory.
-        StageError: A stage could not finish.
+    Raises UserError if the configuration or an input is wrong, or another run is at work in the directory;
+    StageError if a stage cannot finish.
     """
     options = options or RunOptions()
     if not isinstance(config, RunConfig):
@@ -189,9 +180,7 @@ def _check_no_look_is_forgotten(directory: Path) -> None:
 
 
 def recorded(config: RunConfig) -> dict[str, Any]:
-    """Return a run file for the record of its run: every key, and the given ones to read it again from, as
-    text: a document sorts its keys, and the order of a builder's arguments may be that of the model's tables.
-    """
+    """Return a run file for the record of its run: every key, and the given ones as text, in their order."""
     given = json.dumps(config.model_dump(mode="json", exclude_unset=True))
     return {**config.model_dump(mode="json"), GIVEN: {"directory": str(config.directory), "values": given}}
 

@@ -95,9 +95,7 @@ def measure_throughput(judging: Judging, results: Results, choice: Choice) -> Th
 def under_load(
     engines: Sequence[EngineArtifact], evidence: Evidence, choice: Choice, batches: Sequence[int]
 ) -> Iterator[Loaded]:
-    """Yield at each batch size the chosen engine and the best without FP8, as far as they run here,
-    unsimulated.
-    """
+    """Yield, at each batch size, the chosen engine and the best without FP8 that really run here."""
     here = {
         engine.id: engine for engine in engines if engine.status is BuildStatus.READY and not engine.simulated
     }
@@ -133,7 +131,7 @@ def _measure(judging: Judging, loaded: Loaded) -> Throughput:
         p99_us=1e3 * (serving.p99_ms or 0.0),
         seconds=serving.trial_seconds,
         seed=serving.seed,
-        # How many a bisection takes shows when it has ended.
+        # The number of trials of a bisection is not known before its end.
         on_trial=lambda: progress(f"{task}, trial {next(trials)}", 0, 0),
     )
     measured = Throughput(
@@ -159,12 +157,12 @@ def _measure(judging: Judging, loaded: Loaded) -> Throughput:
             inputs = [judging.taken_by_engines(each, engine.part) for each in drawn]
             served = Served.of(runners, inputs[0], serving.inputs)
             measured = replace(measured, inputs=served.inputs)
-            found = find_highest_rate(served.runs, inputs, options)
+            rate = find_highest_rate(served.runs, inputs, options)
         except StageError as error:
             return replace(measured, failure=str(error))
     return replace(
         measured,
-        capacity_per_s=found.capacity_per_s,
-        requests_per_s=found.requests_per_s,
-        trials=found.trials,
+        capacity_per_s=rate.capacity_per_s,
+        requests_per_s=rate.requests_per_s,
+        trials=rate.trials,
     )

@@ -65,9 +65,7 @@ def cut_model(context: Context, model: ModelArtifact) -> ModelSplit | None:
 
 
 def source_of(model: ModelArtifact, plans: PlanSet, split: ModelSplit | None) -> Source:
-    """Return the dense half with its plans if the model was cut, else the whole model; a TransformError for a
-    plan that was made for another model. The exported model is not cut: its plan is left out.
-    """
+    """Return the dense half with its plans, but `untouched`, if the model was cut; else the whole model."""
     if split is None or split.halves is None:
         return Source(model, plans, Part.WHOLE)
     dense = split.halves.dense

@@ -57,10 +57,7 @@ def find_fatal_batch(path: Path, products: Iterable[OtherProduct], batches: Batc
 
 
 def try_generated(path: Path, model: GraphModel, smallest: int, largest: int) -> tuple[Finding, ...]:
-    """Run a canonical model on generated rows, ids of unknown tables all 0; return its faults.
-
-    Raises LokaError if rows cannot be generated for an input.
-    """
+    """Run a canonical model on generated rows, ids of unknown tables all 0; return its faults."""
     inputs, outputs = (tuple(map(tensor_spec, ends)) for ends in (model.inputs, model.outputs))
     rows = generated_rows(inputs, bind_columns({}, inputs, id_bounds(model)), largest)
     batches = Batches(rows, smallest, largest, are_generated=True)

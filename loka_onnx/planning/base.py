@@ -27,10 +27,7 @@ UNTOUCHED = "untouched"
 
 @dataclass(frozen=True)
 class Base:
-    """A base precision; `wide` nodes stay in FP32, each with the reason.
-
-    `reason` says why this precision; empty where the user asked for it.
-    """
+    """A base precision, its reason (empty if asked for), and `wide` nodes that stay in FP32, with reasons."""
 
     precision: Precision
     wide: Mapping[str, str]
@@ -38,16 +35,10 @@ class Base:
 
 
 class Bases:
-    """Base precisions of one model.
+    """Base precisions of one model; `protected` nodes stay in FP32 in all its plans, each with the reason.
 
-    `protected` nodes stay in FP32 in BF16 and FP16 plans alike, each with the reason.
-
-    Args:
-        model: The model after mods.
-        tensors: Magnitudes of its tensors; empty where they were not measured.
-        protect: Protected parts.
-        named: Nodes that the user named, each with the pattern.
-        forced: Sites that the user wants in FP8; they are not protected.
+    `model` is after mods; `tensors` are magnitudes, if measured. `named` nodes have the pattern that the user
+    named them by; `forced` sites are not protected.
     """
 
     def __init__(
@@ -67,10 +58,7 @@ class Bases:
                     self.protected.setdefault(place.node, place.reason)
 
     def fixed(self, precision: Precision) -> Base:
-        """Return the base that the user asked for.
-
-        Raises PlanningError if it is FP16, and the profile has no magnitudes.
-        """
+        """Return the base that the user asked for; PlanningError for FP16 without magnitudes."""
         if precision is Precision.FP32:
             return Base(precision, {})
         if precision is Precision.BF16:
@@ -82,10 +70,7 @@ class Bases:
         return Base(precision, wide)
 
     def chosen(self, quantized: Iterable[Decision]) -> Base:
-        """Return FP16 where the profile shows that it fits, scales of `quantized` sites included, else BF16.
-
-        Raises PlanningError if the profile has no magnitudes.
-        """
+        """Return FP16 if the magnitudes and scales of `quantized` sites are known to fit, else BF16."""
         places = self._unproven
         count = count_places(places)
         if count > FEW:
@@ -116,8 +101,8 @@ def with_scales(
 ) -> Decision:
     """Return a decision with the scales of its first activation and of its other operand.
 
-    The latter are one per output channel or one for the weight, or that of the second activation. Raises
-    PlanningError if the profile holds none for an activation of the site.
+    The latter are one for the weight or one per output channel, or that of the second activation.
+    PlanningError if the profile holds none for an activation.
     """
 
     def scaling_of(operand: Operand) -> Scaling:
@@ -151,8 +136,7 @@ def untouched_plan(
 ) -> PrecisionPlan:
     """Return the plan of the exported model: FP16 is as fast as BF16 and more exact, where it fits.
 
-    A tensor that mods removed has no magnitude in `tensors`: it counts as one that does not fit. `keep` and
-    `protect` are the options of the planner.
+    A tensor that mods removed has no magnitude in `tensors`: it counts as one that does not fit.
     """
     graph = GraphModel.load(model.path)
     kept = find_places(keep, model.sites, (node.name for node in graph.nodes))

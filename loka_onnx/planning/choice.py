@@ -51,10 +51,8 @@ MARGIN = 0.03
 class ChoiceOptions:
     """Options of choosing engines.
 
-    Attributes:
-        by_batch: Whether batch sizes may get engines of their own.
-        margin: Least relative gain at a batch size that is worth another engine.
-        noise: Relative difference that counts for nothing, beside the spread of the measurement.
+    With `by_batch` a batch size may get an engine of its own, for a relative gain of at least `margin`. A
+    relative difference of `noise` counts for nothing, beside the spread of the measurement.
     """
 
     by_batch: bool = True
@@ -68,11 +66,7 @@ def choose(
     plans: PlanSet,
     options: ChoiceOptions | None = None,
 ) -> Choice:
-    """Choose one engine for each piece of hardware, or several by batch size.
-
-    `engines` are all candidates, declined and failed ones included. Raises PlanningError if a target has no
-    engine that could be emitted.
-    """
+    """Choose an engine for each piece of hardware, or several by batch size; PlanningError without one."""
     evidence = Evidence(evaluations, plans)
     predictions, not_predicted = evidence.predictions(engines)
     targets = tuple(contest.choose() for contest in _contests(engines, evidence, options))
@@ -85,10 +79,7 @@ def not_certified(
     plans: PlanSet,
     options: ChoiceOptions | None = None,
 ) -> tuple[EngineArtifact, ...]:
-    """Return, per piece of hardware, the last certification attempt with FP8 where no attempt passed.
-
-    Arguments are those of `choose`.
-    """
+    """Return each hardware's last certification attempt with FP8 where none passed; arguments as `choose`."""
     evidence = Evidence(evaluations, plans)
     missed = (contest.missed() for contest in _contests(engines, evidence, options))
     return tuple(engine for engine in missed if engine is not None and evidence.has_fp8(engine))
@@ -285,10 +276,7 @@ class _Measured:
         return replace(self._choice(outcome, reason), missed=tuple(e.id for e in judged))
 
     def _high_precision(self, engines: Sequence[EngineArtifact]) -> EngineArtifact:
-        """Return the engine without FP8 that is closest to the exact model; the faster of two alike.
-
-        Raises PlanningError if every candidate was seen outside the budget.
-        """
+        """Return the engine without FP8 that is closest to the exact model; the faster of two alike."""
         evidence = self.evidence
 
         def rank(engine: EngineArtifact) -> tuple[int, float]:

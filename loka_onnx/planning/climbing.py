@@ -88,10 +88,7 @@ def design_spread(plain: float, grouped: float, before: Sequence[int], after: Se
 
 
 def chance_to_pass(judged: Judged, confidence: float) -> float:
-    """Return the least chance that every output is inside its budget on certification.
-
-    `confidence` is that of the intervals that certification compares with the budgets.
-    """
+    """Return the least chance that all outputs pass certification, with intervals of that confidence."""
     return _chance([_Reading.of(output, judged.spread) for output in judged.outputs], confidence)
 
 
@@ -197,15 +194,10 @@ class _Climber:
 
 @dataclass(frozen=True)
 class _Reading:
-    """One output of a rung, measured or expected.
+    """One output of a rung, measured or expected: the label-free part of the change, and the rest.
 
-    Attributes:
-        kl: Label-free part of the change.
-        rest: Labelled part; a gain without the part that its noise explains.
-        error: Standard error of the change on selection; from the upper half of the interval.
-        later: Expected standard error on certification.
-        quantile: Of the interval on selection.
-        budget: Limit of the upper end.
+    The rest lacks the part of a gain that its noise explains. `error` is the standard error of the change on
+    selection, from the upper half of its interval with that `quantile`; `later` is expected on certification.
     """
 
     output: str
@@ -252,10 +244,7 @@ def _chance(readings: Sequence[_Reading], confidence: float) -> float:
 
 
 def expected_rung(ladder: Ladder, rungs: Sequence[Unit], goal: Goal, rows: Mapping[str, int]) -> int:
-    """Return the number of the highest rung that is expected to fit before any was judged.
-
-    `rungs` are nested and ascending; `rows` are those of ``selection`` and ``certification``.
-    """
+    """Return the highest of nested rungs that is expected to fit before any was judged; `rows` by split."""
     most = {name: affordable_kl(spec.budget, goal, rows) for name, spec in ladder.outputs.items()}
     costs = (ladder.predicted_kl(rung).items() for rung in rungs)
     fitting = [at for at, kls in enumerate(costs) if all(kl <= most[name] for name, kl in kls)]

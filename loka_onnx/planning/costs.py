@@ -46,12 +46,8 @@ def allowed_kl(spec: OutputSpec) -> float:
 class Cost:
     """KL of sites in low precision, on one output.
 
-    Attributes:
-        denominator: Of KL: ``loss`` or ``entropy``.
-        kl: KL with its interval, other noise seeds included.
-        draws: Noise seeds that `kl` is the worst of; 0 where none is worse than the profile's own.
-        is_bound: Whether it is an upper bound from the costs of single sites.
-        is_carried_by_few: Whether few rows carry the KL, so that its upper end may be too low.
+    `kl` is the worst of `draws` noise seeds, 0 if none is worse than the profile's own. `is_bound` if it is
+    an upper bound from single sites. `is_carried_by_few` rows: then its upper end may be too low.
     """
 
     spec: OutputSpec
@@ -104,10 +100,7 @@ class Costs:
         return self._found[site, spec.name]
 
     def of_group(self, sites: frozenset[str], spec: OutputSpec) -> Sensitivity:
-        """Return the effect of sites that were measured together on an output.
-
-        Raises PlanningError if it was not measured.
-        """
+        """Return the effect of sites measured together on an output; PlanningError if they were not."""
         try:
             return self._groups[sites].sensitivity(spec.name)
         except KeyError as error:
@@ -115,10 +108,7 @@ class Costs:
             raise self._unknown(f"the sites {names} together and output '{spec.name}'") from error
 
     def predicted(self, sites: Collection[str], spec: OutputSpec) -> float:
-        """Return the sum of costs: of groups where sites were measured together, else of single sites.
-
-        Raises PlanningError if one was not measured.
-        """
+        """Return the sum of costs, of groups measured together, else of sites; PlanningError without one."""
         chosen = frozenset(sites)
         together = [group for group in self.groups if group <= chosen]
         alone = sorted(chosen.difference(*together))
@@ -136,8 +126,8 @@ class Costs:
     def of(self, sites: frozenset[str], risk: float) -> tuple[Cost, ...]:
         """Return the cost on each output of one site, or of several that share a quantized tensor.
 
-        `risk` is the risk that an interval fails; of sites not measured together, that the interval of one
-        site fails. Raises PlanningError if they were not measured.
+        `risk` is that an interval fails; of sites not measured together, that the interval of one site fails.
+        PlanningError if they were not measured.
         """
         return tuple(self._cost(sites, spec, risk) for spec in self.outputs)
 
@@ -173,11 +163,7 @@ def _at_most(costs: Sequence[Cost]) -> Cost:
 
 
 def useful_flops(graph: GraphModel, site: Site) -> int:
-    """Return 2·M·N·K of one example over the nonzero rows and columns of a linear site's weight.
-
-    Mods pad with zeros, and put them where they split channels off; shares count only the exported model's
-    arithmetic.
-    """
+    """Return 2·M·N·K of one example without zero rows and columns of the weight, which mods add."""
     if site.weight is None:
         raise InternalError(f"site '{site.name}' has no weight")
     used = values_of(graph.node(site.name).inputs[site.weight.index]) != 0

@@ -47,10 +47,7 @@ class Evidence:
         return {e.engine: e for e in self.evaluations.evaluations if e.split == split}
 
     def is_certified(self, engine: EngineArtifact, together: int = 1) -> bool:
-        """True if the engine's own outputs are inside the budget on the certification split.
-
-        `together` engines are emitted under one certificate and share its error (Bonferroni).
-        """
+        """True if its outputs are inside the budget on certification; `together` engines share the error."""
         evaluation = self.certified.get(engine.id)
         if evaluation is None or not evaluation.is_within_budget:
             return False
@@ -87,13 +84,10 @@ class Evidence:
         return next(iter((*timed, *judged)), "")
 
     def speeds(self, engines: Collection[EngineArtifact]) -> dict[str, Speed]:
-        """Return speeds by id, of the engines timed at every batch size at which any of them was.
-
-        An engine that failed at a served size must not be emitted for it.
-        """
-        found = {e.id: speed for e in engines if (speed := self.speed(e)) is not None}
-        sizes = {batch for speed in found.values() for batch in speed.batches}
-        return rivals({name: speed for name, speed in found.items() if set(speed.batches) == sizes})
+        """Return speeds by id; without engines that failed at a batch size, which must not serve it."""
+        by_id = {e.id: speed for e in engines if (speed := self.speed(e)) is not None}
+        sizes = {batch for speed in by_id.values() for batch in speed.batches}
+        return rivals({name: speed for name, speed in by_id.items() if set(speed.batches) == sizes})
 
     def plan_status(self, plan: str, split: str = "selection") -> bool | None:
         """True if every engine of a plan judged on a split was inside the budget; None without any."""
@@ -125,18 +119,18 @@ class Evidence:
             for e in reversed(tuple(among))  # the first one counts
             if (e.backend, e.architecture) == made_by
         }
-        found = [selected]
-        while (after := instead_of.get(found[-1].plan)) is not None:
-            found.append(after)
-        return found
+        engines = [selected]
+        while (after := instead_of.get(engines[-1].plan)) is not None:
+            engines.append(after)
+        return engines
 
     def standing(self, engine: EngineArtifact) -> str:
         """Return the verdict on an engine in a few words, for a message."""
         failure = self.failure(engine)
         if failure or not engine.is_built:
             return failure or f"{engine.status}: {engine.detail}"
-        for name, found in (("selection", self.by_engine), ("certification", self.certified)):
-            evaluation = found.get(engine.id)
+        for name, evaluations in (("selection", self.by_engine), ("certification", self.certified)):
+            evaluation = evaluations.get(engine.id)
             if evaluation is None or not evaluation.outputs:
                 return f"not judged on {name}"
             if not evaluation.is_within_budget:
@@ -160,7 +154,7 @@ class Evidence:
         A plan's prediction covers its products; the rest is taken from an engine without FP8 of the same
         backend and base precision (`expected_latency.expected_us`).
         """
-        found, why_not = [], {}
+        times, why_not = [], {}
         for engine, exact in self._of_fp8(engines):
             speed, measured = self.speed(engine), self.speed(exact)
             if speed is None:
@@ -172,8 +166,8 @@ class Evidence:
             for batch, us in expected_us(ours, theirs, known, engine.target).items():
                 if batch in speed.latencies:
                     taken = speed.latencies[batch].p50_us
-                    found.append(PredictedTime(engine.id, engine.plan, batch, us, taken))
-        return tuple(found), why_not
+                    times.append(PredictedTime(engine.id, engine.plan, batch, us, taken))
+        return tuple(times), why_not
 
     def _of_fp8(self, engines: Collection[EngineArtifact]) -> Iterator[tuple[EngineArtifact, EngineArtifact]]:
         """Yield engines with FP8, each with the first one that differs in that alone."""

@@ -34,11 +34,10 @@ class Prediction:
 
 
 def predict(plan: PrecisionPlan, known: Iterable[Known], device: str) -> Prediction | None:
-    """Return the latency of a plan's engine before it is measured, from engines of its backend and
-    architecture.
+    """Return the expected latency of a plan's engine, from engines of its backend and architecture.
 
-    With a reason instead of times where every measured plan has other kernels; None where no plan in the same
-    base precision was measured, or no product time is known.
+    It has a reason in place of times where every measured plan has other kernels; None where no plan in the
+    same base precision was measured, or no product time is known.
     """
     obstacles = []
     alike = (each for each in known if each.plan.base is plan.base)
@@ -95,10 +94,7 @@ class Point:
 
 
 def front(points: Sequence[Point]) -> tuple[Point, ...]:
-    """Return the points that no other dominates, by rising time; equal points are all on it.
-
-    Raises InternalError if a time or a loss is NaN, which has no order.
-    """
+    """Return the points that no other dominates, by rising time, equal ones all; InternalError for a NaN."""
     for point in points:
         if isnan(point.time) or isnan(point.loss):
             raise InternalError(f"'{point.name}' has no place among the others", evidence=repr(point))

@@ -64,10 +64,7 @@ class Unproven:
 def unproven_places(
     model: GraphModel, ranges: Mapping[str, TensorRange], wide: Collection[str] = ()
 ) -> tuple[Unproven, ...]:
-    """Return every place not shown to fit FP16, except of nodes that stay in FP32 anyway (`wide`).
-
-    `ranges` are magnitudes of the model's tensors on the calibration rows.
-    """
+    """Return places not shown to fit FP16 by the calibration rows' magnitudes, `wide` nodes left out."""
     judge = _Judge(model, ranges)
     places = (*judge.tensors(), *judge.sums(), *judge.constants(), *judge.divisors())
     return tuple(place for place in places if not set(wide).issuperset(place.nodes))

@@ -40,11 +40,9 @@ def errors_to_leave(
 ) -> dict[str, float]:
     """Return the part of its error, between 0 and 1, that each site that does not fit may keep.
 
-    Where `recipes` are of several precisions, a site has the one that it has in a plan `mixed`.
-
-    A pattern of `options` that matches nothing here may match sites that mods make later; `make_plans` judges
-    it. `rows` are those of ``selection`` and ``certification``. Raises PlanningError if the profile lacks a
-    site of the model, or an output.
+    If `recipes` are of several precisions, a site has the one of plan `mixed`. A pattern of `options` without
+    a match here may match sites that mods make later; `make_plans` judges it. `rows` are those of
+    ``selection`` and ``certification``.
     """
     nodes = [node.name for node in GraphModel.load(model.path).nodes]
     gone = find_places((*options.keep, *options.force), model.sites, nodes).nothing

@@ -67,8 +67,7 @@ def judge(
 ) -> dict[str, SiteVerdict]:
     """Return the verdict of every product in FP8 and, unless kept, of every norm in the base precision.
 
-    `kept` sites do not compete for the budget; `confidence` is that of all intervals together. Raises
-    PlanningError if the profile lacks a site or an output.
+    `kept` sites do not compete for the budget; `confidence` is that of all intervals together.
     """
     costs = Costs(profile, outputs)
     able = {site.name: site.flops_per_example for site in sites if site.is_fp8_able}
@@ -150,10 +149,7 @@ class _Rest:
 
 
 class _Judges:
-    """The bounds of one model and the verdicts that follow, at a `risk` that any interval fails.
-
-    `flops` are the operations of the products that compete.
-    """
+    """Bounds and verdicts of one model; any bound fails with `risk`; `flops` are of competing products."""
 
     def __init__(self, costs: Costs, flops: Mapping[str, int], norms: Sequence[str], risk: float) -> None:
         self._costs, self._flops, self._operations = costs, flops, sum(flops.values())

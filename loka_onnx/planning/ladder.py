@@ -48,10 +48,7 @@ class Reverted:
 
 
 class Ladder:
-    """Costs and savings of the sites of one model, and the order that follows.
-
-    `forced` sites are quantized whatever they cost. `outputs` are the judged ones, by name.
-    """
+    """Costs and savings of a model's sites, and their order; `forced` sites stay quantized at any cost."""
 
     def __init__(
         self,
@@ -96,10 +93,7 @@ class Ladder:
         return Reverted(self.plan_of(plan, left, device), returned)
 
     def rungs(self, sites: Collection[str], device: str = "") -> tuple[Unit, ...]:
-        """Return nested sets of `sites`, from the forced ones alone to all of them.
-
-        Kernel times of `device` order them, or operations where it has none.
-        """
+        """Return microseconds per row that a unit and its quantize steps save, mean over batch sizes."""
         lowest = Unit(self._forced.intersection(sites))
         return tuple(accumulate(self._ordered(sites, device), Unit.union, initial=lowest))
 
@@ -157,10 +151,7 @@ class Ladder:
         return any(speed.saved_us for speed in self._on(device))
 
     def _saved_us(self, unit: Unit, sites: Collection[str], device: str) -> float | None:
-        """Return microseconds per row that a unit saves beside the others, mean over batch sizes.
-
-        Includes the quantize steps that only it needs, and those behind it that it makes free.
-        """
+        """Return microseconds per row that a unit saves, its quantize steps counted, a mean over batches."""
         known = self._on(device)
         left = set(sites) - unit
         batches = dict.fromkeys(batch for speed in known if speed.site in unit for batch in speed.saved_us)

@@ -23,9 +23,6 @@ from loka_onnx.planning.costs import Costs, allowed_kl
 from loka_onnx.planning.judging import percent
 from loka_onnx.planning.site_speed import SiteSpeeds
 
-MATRIX = 2
-"""Axes of a matrix."""
-
 
 @dataclass(frozen=True)
 class Mixture:
@@ -89,7 +86,7 @@ def why_no_integers(graph: GraphModel, site: Site) -> str:
     if weight.index == 0 and site.op_type in {"MatMul", "Gemm"}:
         return "its weight is the left factor: no INT8 kernel has a scale for each of its rows; "
     axes = values_of(graph.node(site.name).inputs[weight.index]).ndim
-    if axes > MATRIX and site.op_type == "MatMul":
+    if axes > 2 and site.op_type == "MatMul":
         return f"its weight has {axes} axes: no INT8 kernel has a scale for each channel of it; "
     return ""
 

@@ -113,9 +113,7 @@ def make_plans(
 
 
 def _compared(plans: Sequence[PrecisionPlan], planners: Mapping[str, Planner]) -> tuple[PrecisionPlan, ...]:
-    """Add to the reasons of sites that are out of one safe plan and in that of another precision by how much
-    the two differ.
-    """
+    """Add to the reasons of sites out of one safe plan and in another by how much the two formats differ."""
     safe = [plan for plan in plans if plan.id.endswith("-safe")]
 
     def compared(decision: Decision, plan: PrecisionPlan) -> Decision:
@@ -150,8 +148,7 @@ def open_verdicts(
 ) -> tuple[str, ...]:
     """Return products and norms that are UNDECIDED in some precision of a profile, in the model's order.
 
-    More rows may decide them. `confidence` is joint over the intervals of one precision. Raises PlanningError
-    if the profile lacks a site or an output.
+    More rows may decide them. `confidence` is joint over the intervals of one precision.
     """
     in_each = [
         judge(model.sites, (), profile.of(precision), outputs, confidence) for precision in profile.precisions
@@ -165,9 +162,7 @@ def open_verdicts(
 
 
 class Planner:
-    """Makes plans of one model and one kind: in the precision of the first recipe by default, or `MIXED`;
-    other arguments and errors are those of `make_plans`.
-    """
+    """Makes plans of one model, `MIXED` or in the first recipe's precision; arguments as of `make_plans`."""
 
     def __init__(
         self,
@@ -201,10 +196,7 @@ class Planner:
         self.bases = Bases(graph, profile.tensors, options.protect, named.nodes, self.forced)
 
     def plans(self, plan_id: str) -> Iterator[PrecisionPlan]:
-        """Yield the plans of that id: one, or of a fast one one for each device on which it saves time.
-
-        What is left out becomes a note.
-        """
+        """Yield the plan of that id, or a fast plan for each device where it saves time; others are notes."""
         if plan_id != self._fast:
             yield from self._unless_of_one_format(self._plan_of(plan_id))
             return
@@ -245,11 +237,7 @@ class Planner:
         self.notes.append(f"plan {self._fast} is left out: {reason}")
 
     def refinements(self) -> tuple[PrecisionPlan, ...]:
-        """Return refinements of the fast plan worth building and timing, the most telling first, by device.
-
-        Each, as ``fp8-fast-1``, toggles the sites of one tensor and is otherwise the best inside the budget
-        (`search.neighbours`).
-        """
+        """Return refinements (`search.neighbours`) of the fast plan, ``fp8-fast-1``…, best first."""
         return tuple(
             self._fast_plan(f"{self._fast_id(device)}-{number}", search, chosen)
             for device, search in self._searches.items()
@@ -262,7 +250,7 @@ class Planner:
         return tuple(speeds.speed(site) for speeds in self._site_speeds.values() for site in speeds.sources)
 
     def start_ladder(self, plan: PrecisionPlan | None = None) -> LadderStart:
-        """Return the ladder over the sites of a plan, or over all that may be quantized.
+        """Return the ladder over the sites of a plan, or over all sites that may be quantized.
 
         Kernel times of the plan's device order it; without a plan those of the first device that has any.
         """
@@ -402,9 +390,7 @@ class Planner:
         *,
         is_judged: bool = True,
     ) -> Decision:
-        """Return the decision of a site: `quantized`, or the base precision; in `fp32`, `bf16` and `fp16` it
-        is not judged, unless it is a norm.
-        """
+        """Return a site's decision, `quantized` or in the base; plans in high precision judge norms only."""
         name, precision = site.name, base.precision
         if name in base.wide:
             return Decision(name, Precision.FP32, None, Verdict.NOT_JUDGED, base.wide[name])

@@ -89,10 +89,7 @@ class TimeTable:
     def product(
         self, backend: str, precision: Precision, shape: Shape, scales: Granularity | None = None
     ) -> Estimate | None:
-        """Return the fastest kernel of a product alone, M×K by K×N; measured times precede predicted ones.
-
-        A kernel with one scale per channel serves one scale of the weight as well.
-        """
+        """Return the fastest kernel of a product alone; measured times precede predicted ones."""
         return self._best(shape, self._kernels(backend, precision, scales, are_built=False))
 
     def compared(

@@ -61,11 +61,7 @@ _VALUE_SCALE = 1e4
 
 @dataclass(frozen=True)
 class Item:
-    """A site that may run in FP8, and the quantized tensor that it reads.
-
-    `saved` is the time that its product saves, negative where FP8 is slower, in any unit; `error` its
-    standard error.
-    """
+    """A site that may run in FP8, the tensor it reads, and time `saved` (negative if slower, any unit)."""
 
     site: str
     saved: float
@@ -75,14 +71,10 @@ class Item:
 
 @dataclass(frozen=True)
 class Problem:
-    """Items to choose from, and their costs.
+    """Items to choose from, and their costs: `cost` of each part of a unit, `room` for all.
 
-    Attributes:
-        quantize: Time of the quantize step of each tensor; 0 where it is missing.
-        units: Sites whose cost is known together; each site is in exactly one.
-        cost: Cost of a non-empty part of one unit.
-        room: Limit of all costs.
-        makers: Site that makes a tensor, and quantizes it as well where it runs in FP8 itself.
+    `quantize` is the time of each tensor's quantize step, 0 if missing. `units` are sites whose cost is known
+    together; each site is in one. `makers` are sites that make a tensor, and quantize it if they run in FP8.
     """
 
     items: tuple[Item, ...]
@@ -160,7 +152,7 @@ def neighbours(
     fixed = dict(fixed or {})
 
     def prospect(tensor: str) -> tuple[bool, float]:
-        """Whether the net saving has an uncertain sign; uncertainty over saving if so, else the saving."""
+        """Return whether the net saving is uncertain, and uncertainty over saving, or else the saving."""
         items = [problem.by_site[site] for site in sorted(problem.readers[tensor])]
         gains = [item for item in items if item.saved > 0.0] or [max(items, key=lambda item: item.saved)]
         net = fsum(item.saved for item in gains) - problem.paid(tensor, chosen)

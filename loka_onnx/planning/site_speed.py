@@ -36,15 +36,9 @@ ALIGNMENT = 16
 class DeviceTimings:
     """Kernel times of a device for plans.
 
-    Attributes:
-        device: As in run files.
-        backend: Backend of the times.
-        timings: Measured times; empty where there are none.
-        serve: Batch sizes to be served.
-        stands_for: Backend that runs the plans, where it is another: its fusions decide where quantizing is
-            free. Empty for the same.
-        fused: Sites that the backend computes in the base precision inside a larger kernel, with its name;
-            FP8 would break it apart, and the times of its parts are unknown.
+    `stands_for` is another backend that runs the plans, whose fusions decide if quantizing is free; else
+    empty. `fused` sites have the name of a larger kernel that computes them in the base precision: FP8 would
+    break it apart, and the times of its parts are unknown.
     """
 
     device: str
@@ -105,10 +99,7 @@ class Source:
 
 
 class SiteSpeeds:
-    """Savings by FP8, against `base`, at the linear sites of one model on one device.
-
-    `recipes` are those of the sites that may be quantized.
-    """
+    """Savings by FP8, over `base`, at a model's linear sites that have `recipes`, on one device."""
 
     def __init__(
         self,
@@ -189,11 +180,7 @@ class SiteSpeeds:
         )
 
     def predicted_us(self, base: Precision, decisions: Sequence[Decision]) -> dict[str, float]:
-        """Return microseconds per request of a plan's products and casts, by batch size as text.
-
-        Sites without known times are left out. Empty where the plan runs in FP32, for which no times are
-        kept.
-        """
+        """Return microseconds per request of a plan's products and casts, by batch size; empty for FP32."""
         if base is Precision.FP32 or not self._times:
             return {}
         quantized = {d.site for d in decisions if d.precision.is_quantized}

@@ -14,10 +14,10 @@ least squares over all engines timed together gives s², the variance of ε, wit
 values less fitted means; a slow load slows all engines and cancels. Two engines with n loads in common differ
 by the mean of their n differences ± t·s·√(2/n), with t the quantile of Student's distribution for `risk`,
 divided by the number of pairs of engines (Bonferroni), of batch sizes judged one by one, and of `ANALYSES`.
-A tie goes to the most exact engine, so after the first only engines are loaded again that are not told apart
-from the fastest, where one of them looks faster than the most exact, and after the second where it looks much
-faster, as on a busy host. If it still does after the last, by the median over loads (`LOOKS_APART`), an
-interval that holds 1 is too wide to show a tie, and that median decides.
+A tie goes to the most exact engine. So only engines that may still be the fastest are loaded again: after the
+first load if one of them looks faster than the most exact, after the second if it looks much faster, as on a
+busy host. If it still does after the last, by the median over loads (`LOOKS_APART`), an interval that holds 1
+is too wide to show a tie, and that median decides.
 Engines timed apart have only the ratio of medians, without an interval: it contains differences of machines
 and days.
 
@@ -119,9 +119,7 @@ class Speed:
         return Interval(exp(middle), exp(middle - half), exp(middle + half), 1.0 - risk, loads)
 
     def is_slower(self, other: Speed, noise: float) -> bool:
-        """True if this engine is surely slower, by more than `noise`; of engines timed apart their medians
-        decide, after `MOST_LOADS` the median over loads.
-        """
+        """True if surely slower by more than `noise`; engines timed apart are compared by their medians."""
         times = self.over(other)
         if times is None:
             return self.ratio(other) > 1.0 + noise
@@ -154,10 +152,7 @@ def rivals(speeds: Mapping[str, Speed]) -> dict[str, Speed]:
 
 
 def not_slower(speeds: Mapping[str, Speed], noise: float) -> list[str]:
-    """Return the ids of the fastest engine and of those not surely slower than any, the fastest first.
-
-    `noise` is the relative difference that counts for nothing.
-    """
+    """Return the id of the fastest engine, then of those not slower than any by more than `noise`, surely."""
     fastest = min(speeds, key=lambda name: speeds[name].per_row_us)
     close = (n for n in speeds if not any(speeds[n].is_slower(other, noise) for other in speeds.values()))
     return [fastest, *(name for name in close if name != fastest)]

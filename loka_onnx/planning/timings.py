@@ -48,20 +48,17 @@ _COLUMNS = (*_KEY, "us", "spread_us", "repeats", "error")
 class TimingDatabase:
     """A file of kernel times, created when missing; use it as a context manager.
 
-    Raises UserError if the file is no such database, or is one of another version; OutputError if the file
-    cannot be written.
+    UserError if the file is no such database or of another version, OutputError if it cannot be written.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        try:
+        with OutputError(f"E0709 cannot open the timing database '{path}'").in_place_of(
+            OSError, sqlite3.Error
+        ):
             path.parent.mkdir(parents=True, exist_ok=True)
             # No implicit transactions: they are explicit below.
             self._connection = sqlite3.connect(path, timeout=WAIT_SECONDS, isolation_level=None)
-        except (OSError, sqlite3.Error) as error:
-            raise OutputError(
-                f"E0709 cannot open the timing database '{path}'", evidence=str(error)
-            ) from error
         try:
             self._prepare()
         except BaseException:
@@ -88,25 +85,20 @@ class TimingDatabase:
                 )
 
     def read(self, device: str | None = None) -> tuple[KernelTiming, ...]:
-        """Return times ordered by kernel and shape, of one device or of all.
-
-        Raises UserError if a row holds values that this version does not know.
-        """
+        """Return times by kernel and shape, of one device or of all; UserError if a row is not understood."""
         where, values = ("", ()) if device is None else (" WHERE device = ?", (device,))
         rows = self._connection.execute(
             f"SELECT {', '.join(_COLUMNS)}, document FROM timings "
             f"JOIN provenances ON provenances.id = timings.provenance{where} ORDER BY {', '.join(_KEY)}",
             values,
         )
-        try:
+        unknown = UserError(
+            "E0710 the timing database holds what this version of loka-onnx does not know",
+            where=str(self.path),
+            remedy="export it with the version that wrote it, or measure again into another file",
+        )
+        with unknown.in_place_of(ValueError, TypeError):
             return tuple(_timing(row) for row in rows)
-        except (ValueError, TypeError) as error:
-            raise UserError(
-                "E0710 the timing database holds what this version of loka-onnx does not know",
-                where=str(self.path),
-                evidence=str(error),
-                remedy="export it with the version that wrote it, or measure again into another file",
-            ) from error
 
     def missing(
         self, wanted: Iterable[tuple[Kernel, Shape]], device_name: str | None = None
@@ -124,19 +116,13 @@ class TimingDatabase:
         return tuple(each for each in wanted if each not in known)
 
     def export(self, path: Path) -> int:
-        """Write every time as JSON (`TimingRecords`) and return their number.
-
-        Raises OutputError if the file cannot be written.
-        """
+        """Write every time as JSON (`TimingRecords`); return their number. OutputError if that fails."""
         timings = self.read()
         serde.write(TimingRecords.of(timings), path)
         return len(timings)
 
     def take(self, path: Path) -> int:
-        """Add every time of a JSON file (`TimingRecords`) and return their number.
-
-        Raises UserError if the file is missing or is not such a document.
-        """
+        """Add every time of a JSON file (`TimingRecords`); return their number. UserError if it is none."""
         timings = read_records(path)
         self.add(timings)
         return len(timings)
@@ -157,15 +143,11 @@ class TimingDatabase:
                 evidence=f"its version is {marks[1]}, this loka-onnx reads {SCHEMA_VERSION}",
                 remedy="measure again into another file",
             )
-        try:
+        with OutputError(f"E0712 cannot write the timing database '{self.path}'").in_place_of(sqlite3.Error):
             self._connection.execute("PRAGMA foreign_keys = ON")
             self._write_ahead()
             if not tables:
                 self._create()
-        except sqlite3.Error as error:
-            raise OutputError(
-                f"E0712 cannot write the timing database '{self.path}'", evidence=str(error)
-            ) from error
 
     def _write_ahead(self) -> None:
         """Switch to WAL; SQLite does not wait by itself where two processes do so at the same moment."""
@@ -191,7 +173,7 @@ class TimingDatabase:
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        try:
+        with OutputError(f"E0713 cannot write the timing database '{self.path}'").in_place_of(sqlite3.Error):
             # The write lock at once: a transaction that reads first may find the file changed when it writes.
             self._connection.execute("BEGIN IMMEDIATE")
             try:
@@ -200,10 +182,6 @@ class TimingDatabase:
                 self._connection.execute("ROLLBACK")
                 raise
             self._connection.execute("COMMIT")
-        except sqlite3.Error as error:
-            raise OutputError(
-                f"E0713 cannot write the timing database '{self.path}'", evidence=str(error)
-            ) from error
 
     def _pragma(self, name: str) -> int:
         return int(self._connection.execute(f"PRAGMA {name}").fetchone()[0])
@@ -219,12 +197,8 @@ class TimingDatabase:
 
 def read_records(path: Path) -> tuple[KernelTiming, ...]:
     """Return the times of a JSON file; raises UserError if the file is missing or is not such a document."""
-    try:
+    with UserError("E0715 the file holds an impossible time", where=str(path)).in_place_of(ValueError):
         return serde.read(TimingRecords, path).timings
-    except ValueError as error:
-        raise UserError(
-            "E0715 the file holds an impossible time", where=str(path), evidence=str(error)
-        ) from error
 
 
 def shipped_timings(device: str) -> tuple[KernelTiming, ...]:
@@ -237,11 +211,7 @@ def shipped_timings(device: str) -> tuple[KernelTiming, ...]:
 
 
 def known_timings(device: str, databases: Sequence[Path]) -> tuple[KernelTiming, ...]:
-    """Return every time of a device: shipped ones and those of databases.
-
-    Missing files count as empty. Of several times of one kernel on one shape, that of the last database
-    counts. Raises UserError if a file is no timing database.
-    """
+    """Return every time of a device, shipped ones first; the last one counts, a missing file is empty."""
     timings = {(timing.kernel, timing.shape): timing for timing in shipped_timings(device)}
     for path in databases:
         if path.is_file():
@@ -256,14 +226,7 @@ def _key(timing: KernelTiming) -> tuple[str | int, ...]:
 
 def _timing(row: Sequence[Any]) -> KernelTiming:
     device, backend, name, precision, scales, fused, m, n, k, us, spread_us, repeats, error, document = row
-    return KernelTiming(
-        Kernel(
-            device, backend, name, Precision(precision), Granularity(scales) if scales else None, bool(fused)
-        ),
-        Shape(m, n, k),
-        us,
-        spread_us,
-        Provenance(**json.loads(document)),
-        repeats,
-        error,
-    )
+    granularity = Granularity(scales) if scales else None
+    kernel = Kernel(device, backend, name, Precision(precision), granularity, bool(fused))
+    source = Provenance(**json.loads(document))
+    return KernelTiming(kernel, Shape(m, n, k), us, spread_us, source, repeats, error)

@@ -30,9 +30,9 @@ JSON_NAME, MARKDOWN_NAME, HTML_NAME = "report.json", "report.md", "report.html"
 
 
 def render(data: ReportData, directory: Path) -> tuple[Path, ...]:
-    """Write report.json, report.md and report.html, each atomically; return them in this order.
+    """Write report.json, report.md and report.html, each atomically, and return them; OutputError if not.
 
-    Equal data gives equal bytes. Raises OutputError if writing fails.
+    Equal data gives equal bytes.
     """
     document = build_document(data)
     drawn = {"engines": charts(data), "scores": calibration_charts(data)}

@@ -38,10 +38,7 @@ _MOST_LABELLED = 14
 
 @dataclass(frozen=True)
 class Chart:
-    """One chart, named by its output and target: data and layout for plotly, None below `FEWEST` points.
-
-    `left_out` are candidates without a point, each with the reason.
-    """
+    """Data and layout for plotly, None below `FEWEST` points; `left_out` candidates with their reasons."""
 
     name: str
     caption: str

@@ -50,15 +50,11 @@ class DataDescription:
 
 @dataclass(frozen=True)
 class ReportData:
-    """Everything that a report shows.
+    """Everything that a report shows; `profile` and `plans` are of the model `modified` by mods.
 
-    Attributes:
-        exported: The FP32 model before mods; `modified`, of profile and plans, is that after mods.
-        rewrites: Applied and declined, by the name of the sequence (``mods``, …).
-        engines: Every candidate, failures included.
-        evaluations: Every evaluation; the FP32 reference may be among them without being an engine.
-        refinement: Plans tried on a device beside those of the run file.
-        graph: Operators and tensors of `modified`; None without a drawing.
+    `rewrites` are by the name of the sequence (``mods``, …). `engines` are all candidates, failures included;
+    `evaluations` may hold the FP32 reference, which need not be one of them. `refinement` has plans tried on
+    a device beside those of the run file. `graph` is of `modified`; None without a drawing.
     """
 
     SCHEMA: ClassVar[str] = "report/8"
@@ -108,8 +104,8 @@ class ReportData:
 
     def evaluation(self, engine: str, split: str) -> Evaluation | None:
         """Return the evaluation of an engine on a split; None for none."""
-        found = (e for e in self.evaluations.evaluations if (e.engine, e.split) == (engine, split))
-        return next(found, None)
+        same = (e for e in self.evaluations.evaluations if (e.engine, e.split) == (engine, split))
+        return next(same, None)
 
     def outputs(self, engine: str, split: str) -> tuple[OutputEvaluation, ...]:
         """Return the outputs of an engine that were judged on a split."""

@@ -125,10 +125,7 @@ class Stat:
 
 @dataclass(frozen=True)
 class BudgetBar:
-    """One judged change and its budget on one axis, 0 included.
-
-    `interval` is the change as a fraction, all ends finite; `status` is a value of `BudgetStatus`.
-    """
+    """One judged change (fractions, all ends finite) and its budget on one axis, 0 included."""
 
     label: str
     text: str

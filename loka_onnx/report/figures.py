@@ -59,7 +59,7 @@ class Told(str):
     source: str
 
     def __new__(cls, text: str, figures: Sequence[Figure] = (), source: str = "") -> Told:
-        """Text with its figures."""
+        """Return text with its figures."""
         self = super().__new__(cls, text)
         self.figures, self.source = tuple(figures), source
         return self
@@ -157,10 +157,7 @@ _ROOT = "#/value"
 
 
 class Pointers:
-    """JSON positions of all dataclasses and mappings of a document of facts.
-
-    A repeated value has one of its positions: they are equal.
-    """
+    """JSON positions of all dataclasses and mappings of a document of facts; equal values may share one."""
 
     def __init__(self, facts: object) -> None:
         """Walk the facts once: a document of dataclasses, mappings, tuples and plain values."""
@@ -203,10 +200,7 @@ class Pointers:
 
 
 def located(value: Any, pointers: Pointers) -> Any:
-    """Return a document of dataclasses, tuples and texts with the source of every number (`Told`) in it.
-
-    Raises InternalError where a number's object is not in the facts of `pointers`.
-    """
+    """Return a document with the source of every `Told` in it; InternalError for one outside of the facts."""
     if isinstance(value, Told):
         return Told(value, value.figures, pointers.source(value.figures))
     if isinstance(value, tuple):
@@ -238,7 +232,6 @@ _NAMES: dict[type[Any], tuple[str, ...]] = {}
 
 
 def _names(kind: type[Any]) -> tuple[str, ...]:
-    """Return the field names of a dataclass; none for another type."""
     if kind not in _NAMES:
         _NAMES[kind] = tuple(field.name for field in fields(kind)) if is_dataclass(kind) else ()
     return _NAMES[kind]

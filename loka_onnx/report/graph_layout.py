@@ -31,11 +31,7 @@ Point = tuple[int, int]
 
 @dataclass(frozen=True)
 class GraphLayout:
-    """All positions, in pixels at full size; y grows downwards.
-
-    Every edge leads to a higher layer; `places` are the middles of boxes, `lines` the points of each edge, by
-    source and target.
-    """
+    """Pixels at full size, y downwards: `places` are middles of boxes, `lines` points of each edge."""
 
     layers: tuple[int, ...]
     places: tuple[Point, ...]

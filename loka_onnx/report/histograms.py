@@ -71,9 +71,8 @@ class SiteRow:
     @property
     def error(self) -> ErrorStats | None:
         """Error under that recipe."""
-        return (
-            next((e for e in self.profile.errors if e.recipe == self.recipe), None) if self.profile else None
-        )
+        errors = self.profile.errors if self.profile is not None else ()
+        return next((error for error in errors if error.recipe == self.recipe), None)
 
     @property
     def sensitivities(self) -> tuple[Sensitivity, ...]:
@@ -144,10 +143,7 @@ def activation_table(data: ReportData, plan: PrecisionPlan | None) -> Table:
 
 
 def histogram_data(data: ReportData, plan: PrecisionPlan | None) -> dict[str, Any]:
-    """Return histogram data of the page: each tensor once, and overlays by site.
-
-    Magnitudes are logarithms to base 2. Bins are those of `core.statistics`.
-    """
+    """Return the page's histograms by tensor (bounds as logarithms to base 2), and overlays by site."""
     tensors: dict[str, dict[str, Any]] = {}
     sites: dict[str, list[dict[str, Any]]] = {site.name: [] for site in data.modified.sites}
     for item in activations(data, plan):

@@ -22,7 +22,7 @@ def escape(text: str) -> str:
 
 
 def to_markdown(document: Document) -> str:
-    """Write a document, ending with a newline."""
+    """Return a document as Markdown, ending with a newline."""
     blocks = [f"# {escape(document.title)}"]
     if document.banner:
         blocks.append(f"> **{escape(document.banner)}**")

@@ -46,10 +46,7 @@ def is_symmetric(interval: Interval) -> bool:
 
 
 def plus_minus(interval: Interval, budget: float | None = None) -> str:
-    """A relative change of a symmetric interval, ``+0.003 % ± 0.004 %``, on its side of the budget.
-
-    ``0 %`` where both round to zero.
-    """
+    """A symmetric interval, ``+0.003 % ± 0.004 %`` or ``0 %``, on its side of the budget."""
     decimals, half = interval_decimals(interval, budget), half_width(interval)
     if budget is not None:
         limit, upper = 100 * budget, 100 * interval.upper

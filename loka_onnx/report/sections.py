@@ -131,8 +131,8 @@ def _operating_section(data: ReportData) -> Section:
     def rate(row: tuple[EngineArtifact, Latency | None]) -> str:
         sizes = (row[0].id, row[1].batch if row[1] is not None else 0)
         measured = (m for m in data.throughput.measurements if (m.engine, m.batch) == sizes)
-        found = next((m for m in measured if m.requests_per_s), None)
-        return numbers.NOT_MEASURED if found is None else shown("{:,.1f}".format, found, "requests_per_s")
+        first = next((m for m in measured if m.requests_per_s), None)
+        return numbers.NOT_MEASURED if first is None else shown("{:,.1f}".format, first, "requests_per_s")
 
     columns: tuple[Column[tuple[EngineArtifact, Latency | None]], ...] = (
         text("Engine", lambda row: row[0].id),

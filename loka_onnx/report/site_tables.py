@@ -246,10 +246,7 @@ def _precision_cell(precision: Precision) -> Cell:
 
 
 def speed_texts(data: ReportData) -> dict[str, str]:
-    """Return the speed of eight bits at each site: ``fast``; of several devices or formats, each by name.
-
-    Sites of unknown speed are left out.
-    """
+    """Return the known speed of eight bits at each site, ``fast``; of several devices or formats, by name."""
 
     def place(speed: SiteSpeed) -> str:
         return speed.device if speed.precision is Precision.FP8 else f"{speed.device} in {speed.precision}"

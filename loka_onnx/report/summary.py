@@ -156,7 +156,6 @@ def engine_rows(data: ReportData) -> Rows:
 
 
 def _ends(interval: Interval | None) -> list[float] | None:
-    """Return value, lower and upper end."""
     return None if interval is None else [interval.value, interval.lower, interval.upper]
 
 

@@ -75,10 +75,7 @@ def parts(data: ReportData, choice: TargetChoice) -> tuple[Told, Told]:
 
 
 def baseline(data: ReportData, choice: TargetChoice) -> Rejection | None:
-    """Return the fastest engine without quantization or a mod's plan that the selected one was timed with.
-
-    None where that is FP32 itself, the model as it was.
-    """
+    """Return the fastest baseline that the selected engine was timed with; None where that is FP32 itself."""
     plans = {engine.id: engine.plan for engine in data.engines if engine.plan in _BASELINES}
     rivals = [x for x in choice.losers if plans.get(x.engine, choice.plan) != choice.plan and x.times]
     if choice.plan == _BASELINES[0] or data.is_simulated(choice.engine):

@@ -42,8 +42,7 @@ from loka_onnx.sessions.dlpack import CUDA, borrow
 from loka_onnx.sessions.runner import Arrays, Buffers, Runner, to_rows
 
 WARM_UPS = 2
-"""Runs of each batch size before an engine is returned: some sessions capture a CUDA graph in the second
-run."""
+"""Runs of each batch size before an engine is returned: some sessions capture a graph in the second."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +50,7 @@ class Serving:
     """Options of a loaded engine.
 
     Attributes:
-        warm_up: Whether to run every batch size that is prepared, timed or routed before the engine is
-            returned.
+        warm_up: Run every batch size that is prepared, timed or routed before the engine is returned.
         sessions: Requests that are answered at a time on a GPU, each by a session with a stream, buffers and
             weights of its own.
     """
@@ -66,10 +64,7 @@ class _Closed(EngineError):
 
 
 class _Gate:
-    """Admits requests until an engine is closed, and waits for the running ones; thread-safe.
-
-    `inside` is the number of running requests.
-    """
+    """Admits requests until an engine is closed, and waits for those `inside`; thread-safe."""
 
     def __init__(self) -> None:
         # Taken directly by requests: a `Condition` adds two calls to that.
@@ -100,10 +95,9 @@ class _Gate:
 class Engine(AbstractContextManager["Engine"]):
     """A loaded engine of a bundle; made by `load`. A context manager that closes it.
 
-    `inputs` and `outputs` are those of a request, of `part` of the model; `shared` are inputs that may have a
-    row for each user (see `infer`). `skipped` are engines that were
-    preferred to it. `metrics` is also a collector of `prometheus_client`; `release` is called once the engine
-    is closed.
+    `inputs` and `outputs` are those of a request, of `part` of the model; `shared` inputs may have a row for
+    each user (see `infer`). `skipped` are engines that were preferred to it. `metrics` is also a collector of
+    `prometheus_client`; `release` is called once the engine is closed.
     """
 
     def __init__(
@@ -198,13 +192,13 @@ class Engine(AbstractContextManager["Engine"]):
                 remedy="split larger requests",
             )
         with self._gate:
-            held = self.engine_for(rows)._runner.buffers(rows)
+            buffers = self.engine_for(rows)._runner.buffers(rows)
         kinds = {spec.name: np.dtype(spec.dtype) for spec in self.inputs}
         # An engine may take fewer inputs than the model has, or others (a model that was cut).
-        if held is None or {name: each.dtype for name, each in held.items()} != kinds:
-            held = Buffers({name: np.zeros((rows, *tail), kinds[name]) for name, tail in tails.items()})
-        held.engine = self
-        return held
+        if buffers is None or {name: each.dtype for name, each in buffers.items()} != kinds:
+            buffers = Buffers({name: np.zeros((rows, *tail), kinds[name]) for name, tail in tails.items()})
+        buffers.engine = self
+        return buffers
 
     def set_routes(self, routes: Sequence[tuple[int, Engine]]) -> None:
         """Route requests by their largest number of rows, ascending; this engine owns the others."""
@@ -225,9 +219,7 @@ class Engine(AbstractContextManager["Engine"]):
 
     def warm_up(self, sizes: Sequence[int] | None = None) -> tuple[int, ...]:
         """Run batches of the sample's rows, by default of `sizes`, so that no request pays for the first of
-        its size.
-
-        Returns the sizes that were run, ascending.
+        its size; return the sizes that were run, ascending.
         """
         wanted = self.sizes if sizes is None else self._within(sizes)
         for size in wanted:
@@ -309,7 +301,6 @@ class Engine(AbstractContextManager["Engine"]):
 
     @property
     def _others(self) -> tuple[Engine, ...]:
-        """Other engines of the routes."""
         engines = {id(engine): engine for _, engine in self._routes if engine is not self}
         return tuple(engines.values())
 
@@ -341,7 +332,6 @@ class Engine(AbstractContextManager["Engine"]):
         return {name: value.source for name, value in outputs.items()}
 
     def _infer_request(self, inputs: Mapping[str, Any], like: Any, began: float) -> dict[str, Any]:
-        """Answer a request of users and candidates."""
         kinds = {name: kind_of(value) for name, value in inputs.items()}
         host = {name: to_host(value, kinds[name]) for name, value in inputs.items()}
         index = host[INDEX]
@@ -371,8 +361,10 @@ class Engine(AbstractContextManager["Engine"]):
     def _run_on_host(self, inputs: Mapping[str, Any], rows: int, kind: Kind, began: float) -> dict[str, Any]:
         """Answer a checked request in host memory, in arrays of a kind."""
         target, metrics = self.engine_for(rows), self.metrics
-        held: Arrays = target._runner.run_checked(inputs, rows)
-        answer = held if kind is HOST else {name: from_host(value, kind) for name, value in held.items()}
+        outputs: Arrays = target._runner.run_checked(inputs, rows)
+        answer = (
+            outputs if kind is HOST else {name: from_host(value, kind) for name, value in outputs.items()}
+        )
         metrics.answered(target._series.of(rows), rows, perf_counter() - began)
         return answer
 
@@ -388,7 +380,6 @@ class Engine(AbstractContextManager["Engine"]):
         return engine if engine._runner.device == kind.device else None
 
     def _describe(self) -> None:
-        """Pass the serving engines to the metrics."""
         engines = [
             (each._series, (each.entry.id, each.entry.backend, each.entry.plan, each.entry.architecture))
             for each in (self, *self._others)

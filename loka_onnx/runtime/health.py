@@ -49,8 +49,8 @@ class Health:
     """Result of a self-test.
 
     Attributes:
-        ready: Whether the engine reproduces its expected outputs on the sample; `detail` says why not.
-        is_fallback: Whether it is the FP32 model because no other engine runs here.
+        ready: True if the engine reproduces its expected outputs on the sample; `detail` says why not.
+        is_fallback: True if it is the FP32 model because no other engine runs here.
         max_abs: Largest difference from the expected outputs of the sample, per output; empty when the engine
             failed. Its limits are `tolerance`.
         skipped: Engines that were preferred to this one.

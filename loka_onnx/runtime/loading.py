@@ -7,8 +7,7 @@ obstacle, and no vendor's library imported for it.
 
 Order of trial: engines built for this very device, by its driver's name (to which timings belong); then for
 the architecture of an accelerator here; then for the processor. Among equals, those built by the installed
-version of their library; then in the manifest's order, which is the order of choice. The FP32 model is always
-last.
+version of their library; then in the manifest's order, that of choice. The FP32 model is last.
 """
 
 from __future__ import annotations
@@ -79,12 +78,12 @@ def load(
             until the engine is closed. Nobody else may write there meanwhile; a bundle that is replaced as a
             whole, as `write_bundle` does, is loaded anew.
         options: Options of an ONNX Runtime session.
-        trust: Whether the bundle comes from someone who may run code on this host. Otherwise engines that are
+        trust: True if the bundle comes from someone who may run code on this host; else engines that are
             programs (TensorRT, Inductor, MIGraphX) are skipped unless a signature verifies.
         keys: Public keys (paths of PEM files) of those who may run code on this host. If any are given, the
             bundle must be signed with one of them, even without programs.
         part: ``whole`` for the model's own inputs, ``dense`` for looked-up rows.
-        serving: Whether to warm up, and how many requests are answered at a time on a GPU.
+        serving: Warm-up, and the number of requests that are answered at a time on a GPU.
 
     Raises:
         BundleInvalid: The bundle does not verify, or none of the given keys signed it.
@@ -329,7 +328,7 @@ def is_program(entry: EngineEntry) -> bool:
 
 
 def obstacle(entry: EngineEntry, wanted: Part, *, is_trusted: bool) -> Skipped | None:
-    """Why an engine is not tried on this host for a part of the model; None where it is."""
+    """Reason why an engine is not tried on this host for a part of the model; None where it is."""
     obstacles = list(_before_the_library(entry, wanted, is_trusted=is_trusted))
     if obstacles:
         cause = obstacles[0][0]

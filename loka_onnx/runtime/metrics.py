@@ -47,10 +47,8 @@ _FAMILIES: Mapping[str, tuple[str, tuple[str, ...]]] = {
 
 @dataclass(frozen=True)
 class LatencyHistogram:
-    """Answered requests of one engine and batch bucket.
-
-    `counts` are requests by bound of `LATENCY_BOUNDS_S`, not cumulative, the last for longer ones; `seconds`
-    is the sum of their latencies.
+    """Answered requests of one engine and batch bucket. `counts` are by bound of `LATENCY_BOUNDS_S`, not
+    cumulative, the last for longer ones; `seconds` is the sum of their latencies.
     """
 
     engine: str
@@ -67,10 +65,7 @@ class LatencyHistogram:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """All numbers at one time.
-
-    `engines` are id, backend, plan and architecture of each.
-    """
+    """All numbers at one time; `engines` are id, backend, plan and architecture of each."""
 
     latency: tuple[LatencyHistogram, ...]
     errors: dict[str, int]

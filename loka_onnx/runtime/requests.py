@@ -4,8 +4,7 @@ A request may hold arrays of NumPy or of any library with DLPack. Arrays in host
 Arrays on a CUDA device stay there for an engine on that device, and are otherwise copied to the host.
 
 The answer has the library and device of the request if all of its arrays share one known library (PyTorch,
-CuPy) and one device; otherwise it is NumPy's. No library is imported here: the maker of a request's arrays
-has imported it.
+CuPy) and one device; otherwise it is NumPy's. No library is imported here: the caller has imported it.
 """
 
 from __future__ import annotations
@@ -116,10 +115,8 @@ def from_host(array: npt.NDArray[Any], kind: Kind) -> Any:
 
 
 def allocator(kind: Kind, stream: int) -> Allocate:
-    """Return a function that makes outputs on the request's device, by its library (not NumPy).
-
-    Queued work of the library may still read recycled memory; because it is borrowed for `stream`, it is
-    written later.
+    """Return a function that makes outputs on the request's device, by its library (not NumPy). Queued work
+    of the library may still read recycled memory; it is borrowed for `stream`, and so written later.
     """
     library = sys.modules[kind.library]
 

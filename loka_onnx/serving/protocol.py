@@ -59,9 +59,8 @@ _JSON_TYPES: dict[str, tuple[type, ...]] = {"b": (bool,), "i": (int,), "u": (int
 
 @dataclass(frozen=True)
 class Card:
-    """The model that is served; `platform` is the backend and file format of its engine.
-
-    A ConfigError where the protocol cannot carry an input or output.
+    """The model that is served; `platform` is the backend and file format of its engine. Raises ConfigError
+    if the protocol cannot carry an input or output.
     """
 
     name: str
@@ -114,7 +113,6 @@ def write_answer(
     request: InferRequest, values: Mapping[str, npt.NDArray[Any]], card: Card
 ) -> tuple[bytes, int | None]:
     """Write the answer to a request, of one array per output; `DataError` for NaN or infinity in JSON.
-
     Returns JSON with the bytes of tensors behind it, and the length of the JSON, None where it is all.
     """
     specs = {spec.name: spec for spec in card.outputs}
@@ -284,7 +282,6 @@ def _objects(document: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
 
 
 def _expected(value: Any, kind: type[Any], what: str) -> Any:
-    """Return a value of JSON that has this type."""
     if not isinstance(value, kind):
         raise DataError(f"E1419 {what} is not {_KINDS[kind]}", evidence=f"it is {reprlib.repr(value)}")
     return value
@@ -312,7 +309,6 @@ def _from_bytes(raw: memoryview, datatype: str, shape: tuple[int, ...]) -> npt.N
 
 
 def _to_bytes(value: npt.NDArray[Any]) -> bytes:
-    """Return the bytes of a tensor in the binary extension."""
     size = value.dtype.itemsize
     return np.ascontiguousarray(value).view(f"=u{size}").astype(f"<u{size}", copy=False).tobytes()
 

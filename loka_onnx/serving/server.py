@@ -52,9 +52,8 @@ _CLOSE = {"Connection": "close"}
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a server: largest body and largest sum of bodies without an answer, most requests that wait
-    or run, longest time from the head of a request to the end of its body, and for its rest once the server
-    shuts down.
+    """Limits of a server: largest body, and sum of bodies without an answer; most requests that wait or run;
+    longest time from the head of a request to its end, and for its rest at a shutdown.
     """
 
     body_bytes: int = 64 << 20
@@ -286,7 +285,7 @@ class _Service:
         await self._refuse_large(request, "it has more bytes")
 
     async def _refuse_large(self, request: Request, evidence: str, *, begun: bool = True) -> NoReturn:
-        """Drop what a client still sends: a connection closed on it may lose the answer (RFC 9112, 9.6)."""
+        """Read and drop the rest of a body: an early end may lose the answer (RFC 9112, 9.6)."""
         with suppress(TimeoutError):
             async with asyncio.timeout(min(DRAIN_SECONDS, self._body_seconds)):
                 while begun and (await request.receive()).get("more_body"):
@@ -346,14 +345,9 @@ class ServeOptions:
 def serve(bundle: Path, options: ServeOptions, on_ready: Callable[[str, str], None]) -> None:
     """Serve a bundle until SIGINT or SIGTERM, then finish the requests under way; for the main thread.
 
-    `on_ready` is called with the URL of the model and the id of its engine once requests are taken.
-
-    Raises:
-        BundleInvalid: The bundle does not verify.
-        EngineError: None of its engines runs here.
-        ConfigError: The address cannot be listened on, the name does not fit into a URL, or the protocol
-            cannot carry an input or output.
-        MissingPackage: The packages of a server are not installed.
+    `on_ready` is called with the URL of the model and the id of its engine once requests are taken. Raises as
+    `load`, ConfigError if the address cannot be listened on, the name does not fit into a URL, or the
+    protocol cannot carry an input or output, and MissingPackage without the packages of a server.
     """
     with MissingPackage(
         "E1427 a package of the server is not installed", remedy="pip install 'loka-onnx[serve]'"

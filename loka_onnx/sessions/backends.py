@@ -54,11 +54,8 @@ class BackendSpec(ABC):
 
     @abstractmethod
     def open(self, engine: Path, architecture: str, version: str, options: SessionOptions | None) -> Runner:
-        """Load an engine that comes from elsewhere, by its main file; a `LokaError` where it does not load.
-
-        Args:
-            version: Version of the library that built it; not checked when empty.
-            options: Options of an ONNX Runtime session.
+        """Load an engine that comes from elsewhere, by its main file, with `options` of an ONNX Runtime
+        session. Raises a LokaError if it does not load, or the library is not of `version`, if any.
         """
 
     @abstractmethod
@@ -150,8 +147,8 @@ def get_spec(name: str) -> BackendSpec:
         where=paths[name],
         remedy="mend or remove the package that adds it",
     ).in_place_of(ImportError, AttributeError):
-        found: BackendSpec = resolve(paths[name])
-    return found
+        spec: BackendSpec = resolve(paths[name])
+    return spec
 
 
 def fusions_of(backend: str) -> Fusions:

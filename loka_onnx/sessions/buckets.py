@@ -37,7 +37,9 @@ class Piece:
 
 
 def pieces_of(rows: int, sizes: Sequence[int]) -> tuple[Piece, ...]:
-    """Split a request: the largest of ascending sizes while it is full, then the smallest for the rest."""
+    """Split a request: the largest of ascending sizes while it is full, then the smallest that holds the
+    rest. EngineError without rows or sizes.
+    """
     if rows < 1 or not sizes:
         raise EngineError(
             "E0905 no program serves this batch",
@@ -52,9 +54,8 @@ def pieces_of(rows: int, sizes: Sequence[int]) -> tuple[Piece, ...]:
 
 
 def padded(value: npt.NDArray[Any], piece: Piece) -> npt.NDArray[Any]:
-    """Take the rows of a piece in C order, and repeat the last one up to the program's size.
-
-    A repeated row is valid; zeros might not be (an id may have to be positive).
+    """Take the rows of a piece in C order, and repeat the last one up to the program's size: a repeated row
+    is valid; zeros might not be (an id may have to be positive).
     """
     rows = value[piece.start : piece.start + piece.rows]
     if piece.size > piece.rows:
@@ -83,11 +84,8 @@ def run_in_buckets(
     sizes: Sequence[int],
     batched: Collection[str],
 ) -> Arrays:
-    """Serve a request with programs of fixed sizes; an `EngineError` where that does not fit.
-
-    Args:
-        run: Runs the program of a size on exactly that many rows.
-        batched: Outputs whose axis 0 is the batch; others are taken from the first piece.
+    """Serve a request by `run`, which takes a program's size and exactly that many rows; an `EngineError`
+    where that does not fit. Axis 0 of `batched` outputs is the batch; others are taken from the first piece.
     """
     answers: dict[str, list[npt.NDArray[Any]]] = {}
     for piece in pieces_of(rows_of(inputs), sizes):

@@ -1,8 +1,7 @@
 """CUDA driver calls for loading and running a TensorRT engine, without a CUDA package.
 
 Every host with an NVIDIA GPU has the driver library; binding it with `ctypes` keeps frameworks off a fleet
-host. Functions: CUDA Driver API reference, sections Device, Primary Context, Memory, Stream and Graph
-Management.
+host. Functions: CUDA Driver API reference, Device, Primary Context, Memory, Stream and Graph Management.
 """
 
 from __future__ import annotations
@@ -161,8 +160,8 @@ class CudaContext:
         kind = np.dtype(dtype)
         size = int(np.prod(shape, dtype=np.int64)) * kind.itemsize
         address, capacity = self._buffer("host", name, size)
-        held = (ctypes.c_byte * capacity).from_address(int(address.value))
-        values: npt.NDArray[Any] = np.frombuffer(memoryview(held), np.byte, size).view(kind)
+        memory = (ctypes.c_byte * capacity).from_address(int(address.value))
+        values: npt.NDArray[Any] = np.frombuffer(memoryview(memory), np.byte, size).view(kind)
         return values.reshape(tuple(shape))
 
     def upload(self, name: str, size: int) -> None:

@@ -79,9 +79,9 @@ class Borrowed:
             )
         if not self.nbytes:
             return np.empty(self.shape, self.dtype)
-        held = (ctypes.c_byte * self.nbytes).from_address(self.address)
-        held.owner = self  # type: ignore[attr-defined]
-        return np.frombuffer(memoryview(held), np.byte).view(self.dtype).reshape(self.shape)
+        memory = (ctypes.c_byte * self.nbytes).from_address(self.address)
+        memory.owner = self  # type: ignore[attr-defined]
+        return np.frombuffer(memoryview(memory), np.byte).view(self.dtype).reshape(self.shape)
 
 
 def device_of(value: Any) -> tuple[int, int]:
@@ -101,8 +101,7 @@ def device_of(value: Any) -> tuple[int, int]:
 
 def borrow(value: Any, stream: int | None = None) -> Borrowed:
     """Borrow an array for a CUDA stream, after the work on it that its library has queued; None is the host.
-
-    A `DataError` if it cannot be exported, is not in C order, or has a type that NumPy lacks.
+    Raises DataError if it cannot be exported, is not in C order, or has a type that NumPy lacks.
     """
     kind, number = device_of(value)
     value = _settled(value)

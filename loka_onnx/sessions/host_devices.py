@@ -41,9 +41,8 @@ def device_of_architecture(architecture: str) -> str:
 
 
 def is_target(target: str, architecture: str) -> bool:
-    """True if latencies on this machine hold for a target of the run file.
-
-    A target that is not a known device, or a device here whose driver name is unknown, is assumed to match.
+    """True if latencies measured here hold for a target of the run file: always on the processor, and where
+    the target, or the driver's name of the device here, is unknown.
     """
     if architecture == CPU or target not in ACCELERATORS:
         return True
@@ -70,7 +69,7 @@ def list_amd_devices(nodes: Path = KFD_NODES, cards: Path = DRM_CARDS) -> tuple[
     `drivers/gpu/drm/amd/amdkfd/kfd_topology.c`); LLVM spells minor and stepping in hexadecimal, a digit each.
     The name is ``product_name`` of the card (Linux, "AMDGPU Misc Information").
     """
-    found = []
+    devices = []
     for node in sorted(nodes.glob("*/properties"), key=lambda path: int(path.parent.name)):
         lines = _text_of(node).splitlines()
         pairs = dict(line.split(maxsplit=1) for line in lines if " " in line)
@@ -80,12 +79,11 @@ def list_amd_devices(nodes: Path = KFD_NODES, cards: Path = DRM_CARDS) -> tuple[
             card = cards / f"renderD{pairs.get('drm_render_minor', '')}" / "device" / "product_name"
             numbers = (int(pairs.get(key, "0")) for key in ("vendor_id", "device_id"))
             name = _text_of(card).strip() or "PCI {:04x}:{:04x}".format(*numbers)
-            found.append(AmdDevice(name, architecture))
-    return tuple(found)
+            devices.append(AmdDevice(name, architecture))
+    return tuple(devices)
 
 
 def _text_of(file: Path) -> str:
-    """Content of a file of Linux; empty where it cannot be read."""
     try:
         return file.read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -59,7 +59,7 @@ def batched_outputs(model: onnx.ModelProto) -> frozenset[str]:
 
 
 def reads_of(nodes: Iterable[onnx.NodeProto]) -> Iterator[str]:
-    """Names that nodes read, as often as they do; subgraphs also read what they return."""
+    """Names that nodes read, once for each read; subgraphs also read their outputs."""
     for node in nodes:
         yield from node.input
         for attribute in node.attribute:

@@ -58,8 +58,8 @@ class SessionOptions:
 
     Attributes:
         threads: Threads of one operator; 0 lets ONNX Runtime choose.
-        optimize: Whether to optimize beyond BASIC (never for FP8).
-        as_written: Not optimized at all: at BASIC, ONNX Runtime 1.31 removes a Dropout in training mode.
+        optimize: Optimize beyond BASIC (never for FP8).
+        as_written: Do not optimize at all: at BASIC, ONNX Runtime 1.31 removes a Dropout in training mode.
         providers: Execution providers in order of preference.
     """
 
@@ -108,8 +108,8 @@ def _from_value(value: Any) -> npt.NDArray[Any]:
     brain = onnx.helper.tensor_dtype_to_np_dtype(onnx.TensorProto.BFLOAT16)
     if 0 in shape:
         return np.empty(shape, brain)
-    held = (ctypes.c_byte * value.tensor_size_in_bytes()).from_address(value.data_ptr())
-    return np.frombuffer(memoryview(held), np.byte).view(brain).reshape(shape).copy()
+    memory = (ctypes.c_byte * value.tensor_size_in_bytes()).from_address(value.data_ptr())
+    return np.frombuffer(memoryview(memory), np.byte).view(brain).reshape(shape).copy()
 
 
 class OnnxSession(Runner):
@@ -131,10 +131,8 @@ class OnnxSession(Runner):
         model: Path,
         options: SessionOptions | None = None,
     ) -> OnnxSession:
-        """Open a session without files; a `ModelError` where ONNX Runtime refuses the model.
-
-        Args:
-            weights: Values of external initializers of its main graph, by name, in C order; used in place.
+        """Open a session without files; a `ModelError` where ONNX Runtime refuses the model. `weights` are
+        values of external initializers of its main graph, by name, in C order; they are used in place.
         """
         settings = _settings(proto, options)
         values = [_on_host(array) for array in weights.values()]
@@ -164,9 +162,8 @@ class OnnxSession(Runner):
         self._has_bfloat16 = any(value.type == _BFLOAT16 for value in (*inputs, *outputs))
 
     def run(self, inputs: Mapping[str, npt.NDArray[Any]], outputs: Sequence[str] | None = None) -> Arrays:
-        """Run one batch, for some of the outputs or all; an `EngineError` where that fails.
-
-        A model in request form takes a row for each candidate as well.
+        """Run one batch, for some of the outputs or all; a model in request form takes a row for each
+        candidate too. Raises EngineError if that fails.
         """
         names = tuple(outputs) if outputs is not None else self.output_names
         if self._shared and INDEX not in inputs:
@@ -182,8 +179,8 @@ class OnnxSession(Runner):
             raise EngineError("E0920 the session is closed", remedy="load the model again")
         try:
             if self._has_bfloat16:
-                held = {name: _on_host(array) for name, array in feeds.items()}
-                values = [_from_value(value) for value in session.run_with_ort_values(list(names), held)]
+                wrapped = {name: _on_host(array) for name, array in feeds.items()}
+                values = [_from_value(value) for value in session.run_with_ort_values(list(names), wrapped)]
             else:
                 values = session.run(list(names), feeds)
         except Exception as error:

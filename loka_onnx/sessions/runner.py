@@ -30,11 +30,8 @@ Allocate = Callable[[tuple[int, ...], np.dtype[Any]], Borrowed]
 
 @dataclass(frozen=True)
 class Resident:
-    """A batch in the memory of the engine; calling it runs it once and waits.
-
-    Attributes:
-        launch: Runs or queues it; its outputs are not fetched.
-        is_on_device: False where each launch passes the batch from the host.
+    """A batch in the memory of the engine; calling it runs it once and waits. `launch` runs or queues it
+    without fetching outputs; without `is_on_device`, each launch passes the batch from the host.
     """
 
     launch: Callable[[], object]
@@ -67,9 +64,8 @@ def check_types(inputs: Mapping[str, Borrowed], types: Mapping[str, npt.DTypeLik
 
 
 class Buffers(Mapping[str, npt.NDArray[Any]]):
-    """Fixed arrays for the inputs of a request of `rows` rows, which an engine reads in place.
-
-    `session` made them and reads `memory`; the runtime sets `engine`, whose requests they fit.
+    """Fixed arrays for the inputs of a request of `rows` rows, which an engine reads in place. `session` made
+    them and reads `memory`; the runtime sets `engine`, whose requests they fit.
     """
 
     def __init__(
@@ -106,9 +102,8 @@ class Runner(ABC):
         return self.run(inputs)
 
     def resident(self, inputs: Mapping[str, npt.NDArray[Any]]) -> Resident:
-        """Prepare a batch for repeated runs without passing it each time, to time the device alone.
-
-        It may overwrite the inputs of an earlier one: launch one at a time, without `run` in between.
+        """Prepare a batch for repeated runs without passing it each time, to time the device alone. It may
+        overwrite the inputs of an earlier one: launch one at a time, without `run` in between.
         """
         return Resident(lambda: self.run(inputs), lambda: None, is_on_device=False)
 
@@ -132,9 +127,8 @@ class Runner(ABC):
         return 0
 
     def run_on_device(self, inputs: Mapping[str, Borrowed], allocate: Allocate) -> dict[str, Borrowed]:
-        """Run one batch on `device` and leave the answer there; complete on return.
-
-        Inputs have the types of the graph's, and are borrowed for `stream`.
+        """Run one batch on `device` and leave the answer there; complete on return. Inputs have the types of
+        the graph's, and are borrowed for `stream`.
         """
         raise InternalError(
             f"{type(self).__name__} takes rows from the host", evidence=f"{len(inputs)} inputs"
@@ -154,9 +148,8 @@ class Runner(ABC):
 
 
 class ParallelRunner(Runner):
-    """Several sessions of one engine, which it owns: a request takes a free one, or waits for one.
-
-    Requests on the device share the first one, whose stream they are ordered by.
+    """Several sessions of one engine, which it owns: a request takes a free one, or waits for one. Requests
+    on the device share the first one, whose stream they are ordered by.
     """
 
     def __init__(self, sessions: Sequence[Runner]) -> None:
@@ -230,11 +223,7 @@ class SplitRunner(Runner):
 
     def run(self, inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
         """Run one batch of the model's own inputs."""
-        return self.dense.run(self.look_up(inputs))
-
-    def look_up(self, inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
-        """Return the inputs together with the cut tensors."""
-        return {**inputs, **self.lookup.run(inputs)}
+        return self.dense.run({**inputs, **self.lookup.run(inputs)})
 
     @property
     def served_sizes(self) -> tuple[int, ...]:
@@ -279,11 +268,10 @@ def stream_count(threads: int) -> int:
 def map_in_order(
     work: Callable[[A], B], items: Iterable[A], streams: int, per_stream: int = 2
 ) -> Generator[B, None, None]:
-    """Apply a function to items in several threads and yield the results in order.
-
-    An operator on a ranker's batch is too small to share between threads: one stream per core is faster than
-    one stream on all cores, and a result does not depend on their number. At most `per_stream` items per
-    stream are in flight, which bounds memory. After a failure no further item begins.
+    """Apply a function to items in several threads and yield the results in order. One stream per core is
+    faster than one stream on all cores, as an operator on a ranker's batch is too small to share, and a
+    result does not depend on their number. At most `per_stream` items per stream are in flight, which bounds
+    memory. After a failure no further item begins.
     """
     waiting: deque[Future[B]] = deque()
     with ThreadPoolExecutor(streams, thread_name_prefix="stream") as pool:

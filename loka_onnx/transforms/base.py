@@ -24,16 +24,11 @@ class Found(Generic[M]):
     declined: tuple[Declined, ...] = ()
 
     @classmethod
-    def of(cls, found: Iterable[M | Declined]) -> Found[M]:
+    def of(cls, items: Iterable[M | Declined]) -> Found[M]:
         """Separate matches from declined look-alikes, each in their order."""
-        matches: list[M] = []
-        declined: list[Declined] = []
-        for each in found:
-            if isinstance(each, Declined):
-                declined.append(each)
-            else:
-                matches.append(each)
-        return cls(tuple(matches), tuple(declined))
+        known = list(items)
+        matches = tuple(each for each in known if not isinstance(each, Declined))
+        return cls(matches, tuple(each for each in known if isinstance(each, Declined)))
 
 
 class NotRewritten(Exception):
@@ -76,5 +71,5 @@ class Mod(ABC, Generic[M]):
 
 def record(transform: str, said: Iterable[Applied | Declined]) -> RewriteRecord:
     """Return the record of a transform that is no mod."""
-    found = Found.of(said)
-    return RewriteRecord(transform, found.matches, found.declined)
+    entries = Found.of(said)
+    return RewriteRecord(transform, entries.matches, entries.declined)

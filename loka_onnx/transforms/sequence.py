@@ -96,8 +96,7 @@ def apply_mods(
 ) -> Rewritten:
     """Rewrite a model; a mod that fails, or moves an output beyond its tolerance on the rows, is rolled back.
 
-    Raises:
-        TransformError: There are no rows.
+    Raises TransformError if there are no rows.
     """
     if not any(len(array) for batch in rows for array in batch.values()):
         raise TransformError(
@@ -158,13 +157,12 @@ class _Tried:
 
 
 def _try(mod: Mod[Any], graph: GraphModel) -> _Tried:
-    """Apply a mod to a graph; edits it."""
     with collector_paused():
-        found = mod.match(graph)
+        matching = mod.match(graph)
         # Most mods match nothing, and copying a large graph takes as long as the search.
-        before = graph.copy() if found.matches else graph
-        applied = tuple(mod.rewrite(graph, match) for match in found.matches)
-    record = RewriteRecord(mod.name, applied, found.declined)
+        before = graph.copy() if matching.matches else graph
+        applied = tuple(mod.rewrite(graph, match) for match in matching.matches)
+    record = RewriteRecord(mod.name, applied, matching.declined)
     return _Tried(record, before, graph.export() if applied else None)
 
 

@@ -4,8 +4,7 @@ Entries are the manifest, the signature where there is one, and the files in the
 files with one content only the first is there. Entries are stored uncompressed and dated 1980-01-01, so an
 archive follows byte for byte from the bundle. A reader checks that: the entries must be those that the
 manifest lists, with its sizes and digests, and `zipfile`, which writes them again, must give every byte of
-the archive; no header of it is followed. Contents are copied to a staged directory, which takes its place
-last.
+the archive; no header of it is followed. Contents are staged in a directory first.
 """
 
 from __future__ import annotations
@@ -77,9 +76,8 @@ def pack_bundle(directory: Path, archive: Path, progress: Progress = silent) -> 
 
 
 def unpack(archive: Path, directory: Path, progress: Progress = silent) -> Path:
-    """Write the bundle of an archive as a directory, atomically; return it with links resolved.
-
-    Raises as `pack_bundle`; nothing is left of what was written.
+    """Write the bundle of an archive as a directory, atomically; return it with links resolved. Raises as
+    `pack_bundle`; nothing is left of what was written.
     """
     destination = Path(os.path.realpath(directory))
     check_replaceable(destination)
@@ -213,10 +211,7 @@ def _opened(path: Path) -> Iterator[_Archive]:
 
 
 def _copy(archive: _Archive, target: Path | None, progress: Progress) -> dict[str, int]:
-    """Check every byte of an archive, and write its files to a directory where one is given.
-
-    Returns the places of contents by their digests.
-    """
+    """Check every byte, write files to a directory, if given, and return places of contents by digest."""
     entries = [(MANIFEST_NAME, len(archive.text), digest_bytes(archive.text))]
     if archive.signature is not None:
         entries.append((SIGNATURE_NAME, len(archive.signature), digest_bytes(archive.signature)))

@@ -143,10 +143,7 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Pin:
-    """A directory that stays open.
-
-    `path` opens its files, in this process and its forks until the pin ends; `name` is for messages.
-    """
+    """An open directory: `path` opens its files, in this process and its forks; `name` is for messages."""
 
     path: Path
     name: Path

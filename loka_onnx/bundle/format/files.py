@@ -68,10 +68,9 @@ _NO_SAMPLE = (OSError, ValueError, EOFError, MemoryError, zipfile.BadZipFile, zl
 
 
 def verify_bundle(directory: Path) -> Manifest:
-    """Verify that a bundle is complete and holds nothing else.
-
-    BundleInvalid for a missing, extra, altered or special file, a link, a path outside the bundle, or a
-    manifest that is too large, not JSON, of an unknown schema, or contradictory.
+    """Verify that a bundle is complete and holds nothing else. BundleInvalid for a missing, extra, altered or
+    special file, a link, a path outside the bundle, or a manifest that is too large, not JSON, of another
+    schema, or contradictory.
     """
     return verify_directory(directory).manifest
 
@@ -79,7 +78,7 @@ def verify_bundle(directory: Path) -> Manifest:
 @dataclass(frozen=True)
 class Verified:
     """A verified bundle: its manifest, the fingerprints of keys that it claims to be signed with
-    (unverified), and the fingerprint of the accepted key that signed it (None where no key was given).
+    (unverified), and that of the accepted key that signed it (None where no key was given).
     """
 
     manifest: Manifest
@@ -91,11 +90,8 @@ def verify_directory(directory: Path, keys: Sequence[Path] = (), progress: Progr
     """Verify a bundle as `verify_bundle`, and with `keys` that one of these public keys signed it.
 
     Everything is read from one directory even if another replaces it meanwhile, and each document once.
-
-    Raises:
-        BundleInvalid: It does not verify, or no accepted key signed it.
-        ConfigError: A key is not an Ed25519 public key.
-        MissingPackage: There are keys, but `cryptography` is not installed.
+    Raises BundleInvalid if it does not verify or no accepted key signed it, ConfigError if a key is not an
+    Ed25519 public key, MissingPackage if there are keys but no `cryptography`.
     """
     with pinned(directory) as pin:
         directory = pin.path
@@ -122,7 +118,6 @@ def verify_directory(directory: Path, keys: Sequence[Path] = (), progress: Progr
 
 def check_models(manifest: Manifest, where: Path, load: Callable[[str], onnx.ModelProto]) -> None:
     """Check that the models of a bundle are ONNX, and read weights only from its files (`BundleInvalid`).
-
     `load` reads the model at a path of the manifest, without external data.
     """
     files = {f.path: f for f in manifest.files}

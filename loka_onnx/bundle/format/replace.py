@@ -31,10 +31,9 @@ _RENAME_EXCHANGE = 2
 
 @contextlib.contextmanager
 def staged_directory(destination: Path) -> Iterator[Path]:
-    """Yield an empty directory that replaces `destination` when the block ends without an error.
-
-    Removes leftovers of interrupted writers. Contents are synced to disk before the move. Raises OutputError
-    if the destination cannot be written.
+    """Yield an empty directory that replaces `destination` when the block ends without an error. Removes
+    leftovers of interrupted writers. Contents are synced to disk before the move. Raises OutputError if the
+    destination cannot be written.
     """
     with _stage(destination) as stage:
         yield stage
@@ -53,8 +52,8 @@ def staged_file(
     """Yield a path for a new file that replaces `destination` when the block ends without an error.
 
     As `staged_directory`. The file is staged beside `beside`, by default `destination`: a closed-world
-    directory must never hold anything but the finished file. `check` is called last, while no directory can
-    replace `beside`.
+    directory must never hold anything but the finished file. `check` comes last, while nothing can replace
+    `beside`.
     """
     anchor = destination if beside is None else beside
     with _stage(anchor) as stage:
@@ -70,9 +69,8 @@ def staged_file(
 
 
 def check_replaceable(destination: Path, *, is_file: bool = False) -> None:
-    """Raise `OutputError` unless a path is free, an empty directory, or a bundle in this form.
-
-    The schema of its manifest tells a bundle, whether the rest of it verifies or not.
+    """Raise `OutputError` unless a path is free, an empty directory, or a bundle in this form. The schema of
+    its manifest tells a bundle, whether the rest of it verifies or not.
     """
     manifest = None
     with contextlib.suppress(OSError, BundleInvalid):
@@ -145,7 +143,7 @@ def _exchange(first: Path, second: Path) -> bool:
 
 
 def remove_leftovers(destination: Path) -> None:
-    """Remove what interrupted writers of a directory have left beside it, where it may be written."""
+    """Remove stages of interrupted writers of a directory, if its parent may be written."""
     with contextlib.suppress(OSError), _locked(destination.parent):
         _remove_leftovers(destination, f".{destination.name}.staged-")
 

@@ -60,14 +60,10 @@ class BundleSignature:
 
 
 def verify_signature(directory: Path, keys: Sequence[Path]) -> str:
-    """Verify that one of the public `keys` signed a bundle's manifest; return that key's fingerprint.
-
-    Keys are PEM files (SubjectPublicKeyInfo). `verify_bundle` checks the files.
-
-    Raises:
-        BundleInvalid: Not signed, signed only with other keys, or manifest altered since.
-        ConfigError: No key was given, or one is not an Ed25519 public key.
-        MissingPackage: `cryptography` is not installed.
+    """Verify that one of the public `keys` (PEM, SubjectPublicKeyInfo) signed a bundle's manifest; return
+    that key's fingerprint. `verify_bundle` checks the files. Raises BundleInvalid if it is not signed, or
+    only with other keys, or was altered since; ConfigError without a key, or for another than an Ed25519
+    public key; MissingPackage without `cryptography`.
     """
     with pinned(directory) as pin:
         manifest = read_document(pin.path, MANIFEST_NAME, MAX_MANIFEST_BYTES)

@@ -9,8 +9,8 @@ Layout 1, under the URL of the registry::
     uploads/                          files being written, in a local directory only
 
 Blobs never change, so a push sends only missing parts and bundles share equal files. A manifest is written
-after every blob that it lists, and a pointer after the manifest: an interrupted push leaves every name at a
-complete bundle.
+after every blob that it lists, and a pointer after the manifest: after an interruption every name has a whole
+bundle.
 """
 
 from __future__ import annotations
@@ -166,12 +166,9 @@ def list_names(url: str, options: TransferOptions | None = None) -> tuple[NamedB
 
 
 def promote(place: str, name: str, options: TransferOptions | None = None) -> str:
-    """Point a name at a bundle that a registry has already, and return the digest of its manifest.
-
-    Raises:
-        UserError: `name` may not be a name, or there is no such bundle.
-        BundleInvalid: The other name's pointer is damaged.
-        OutputError: The registry may not be written.
+    """Point a name at a bundle that a registry has already, and return the digest of its manifest. Raises
+    UserError if `name` may not be a name, or there is no such bundle, BundleInvalid if the other name's
+    pointer is damaged, OutputError if the registry may not be written.
     """
     check_name(name)
     reference = parse_reference(place)
@@ -191,10 +188,7 @@ def write_pointer(store: Store, name: str, digest: str) -> None:
 
 
 def resolve_in(store: Store, reference: Reference) -> str:
-    """Digest of the manifest of the bundle of a reference; `UserError` if there is none.
-
-    `BundleInvalid` if the pointer of its name is damaged.
-    """
+    """Digest of a reference's manifest; UserError without one, BundleInvalid for a damaged pointer."""
     if reference.digest is not None:
         return reference.digest
     remedy = "give URL#name or URL#sha256:<digest>; `loka-onnx bundle list URL` shows the names"

@@ -27,12 +27,8 @@ PUSH_AGAIN = "push the bundle again with --again, from where it verifies"
 
 @dataclass(frozen=True)
 class TransferOptions:
-    """Options of moving bundles.
-
-    Attributes:
-        threads: Parts that are under way at once; each takes `names.PART_BYTES` of memory.
-        storage: fsspec's `storage_options`.
-        progress: Called with bytes done and to do.
+    """Options of moving bundles: parts under way at once, each with `names.PART_BYTES` of memory; fsspec's
+    `storage_options`; a function that is called with bytes done and to do.
     """
 
     threads: int = 8
@@ -48,9 +44,7 @@ class TransferOptions:
 
 class Store:
     """Files under a URL that fsspec opens, or in a local directory; may be used from several threads.
-
-    Calls raise `BundleError` if the registry cannot be reached, and `UserError` without the right to do so.
-    So does another kind of URL.
+    BundleError if the registry cannot be reached, UserError without the right, or for another URL.
     """
 
     def __init__(self, url: str, options: TransferOptions | None) -> None:

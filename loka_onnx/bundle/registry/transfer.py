@@ -66,13 +66,10 @@ def push_bundle(
 ) -> PushResult:
     """Copy a bundle, a directory or an archive, into a registry, and point a name at it with ``URL#name``.
 
-    `again` sends parts that the registry has as well, to mend one that is damaged but has its size.
-
-    Raises:
-        BundleInvalid: The bundle does not verify, or was altered meanwhile.
-        ConfigError: `place` is none that can be pushed to.
-        OutputError: The registry may not be written, or has no room.
-        BundleError: The registry cannot be reached.
+    `again` sends parts that the registry has as well, to mend one that is damaged but has its size. Raises
+    BundleInvalid if the bundle does not verify or was altered meanwhile, ConfigError if `place` is none that
+    can be pushed to, OutputError if the registry may not be written or has no room, BundleError if it cannot
+    be reached.
     """
     reference = parse_reference(place)
     if reference.digest is not None:
@@ -185,13 +182,9 @@ def pull_bundle(
     """Copy a bundle from a registry to a directory; an old bundle there is replaced as a whole.
 
     `place` is ``URL#name``, or ``URL#sha256:<digest of the manifest>``. With `keys`, one of them must have
-    signed it.
-
-    Raises:
-        BundleInvalid: The registry holds something else than it states, or no key has signed it.
-        UserError: There is no such bundle, or it may not be read.
-        OutputError: The directory holds something that is no bundle, or there is no room.
-        BundleError: The registry cannot be reached.
+    signed it. Raises BundleInvalid if the registry holds something else than it states, or no key has signed
+    it, UserError if there is no such bundle, or it may not be read, OutputError if the directory holds
+    something that is no bundle, or there is no room, BundleError if the registry cannot be reached.
     """
     reference = parse_reference(place)
     store = Store(reference.url, options)

@@ -55,10 +55,7 @@ class FittedBiases:
 
 @dataclass(frozen=True)
 class Fit:
-    """Biases of every plan (by plan id), and the means of sites in FP32 that they restore.
-
-    Means are of outputs, biases included, in the shape of the corrections.
-    """
+    """Biases of every plan by id, and the FP32 means of sites that they restore, in the same shapes."""
 
     plans: dict[str, FittedBiases]
     exact: Means
@@ -71,10 +68,7 @@ def fit_biases(
     rows: MeanRows,
     path: Path,
 ) -> Fit:
-    """Return bias corrections (minus the mean error) by plan, from one FP32 pass over `rows`.
-
-    The instrumented model is written to `path`. Raises CalibrationError if a mean is not finite.
-    """
+    """Return bias corrections (minus the mean error) by plan, from one FP32 pass of a model at `path`."""
     graph = GraphModel.load(model.path)
     planned = {name for plan in plans for name in plan.quantized_sites}
     products: dict[str, _Product] = {}
@@ -119,8 +113,7 @@ def observe(
 ) -> Means:
     """Return the means of sites' outputs in a planned FP32 model, corrected or not, on the rows of the fit.
 
-    `shapes` are those of the corrections by site; the instrumented model is written beside `path`. Raises
-    CalibrationError if a mean is not finite.
+    `shapes` are those of the corrections by site; the instrumented model is written beside `path`.
     """
     graph = GraphModel.load(path)
     nodes = {name: graph.node(name) for name in shapes}
@@ -149,10 +142,7 @@ class _Product:
 
     @classmethod
     def of(cls, graph: GraphModel, site: Site) -> _Product:
-        """Read a site.
-
-        Raises _NoBias if it is no product of an activation with a weight, or its rank is unknown.
-        """
+        """Read a site; _NoBias if it is no product of an activation with a weight, or its rank is unknown."""
         if site.kind is not SiteKind.LINEAR or site.weight is None:
             raise _NoBias("a product of two activations has no bias")
         node = graph.node(site.name)

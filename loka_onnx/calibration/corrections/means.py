@@ -41,11 +41,7 @@ Run = Callable[[Mapping[str, npt.NDArray[Any]]], Mapping[str, npt.NDArray[Any]]]
 
 @dataclass(frozen=True)
 class MeanRows:
-    """The rows that means are taken of: `most` at most, in random spans of the first `first` rows (None for
-    all).
-
-    The data set has the weights of outputs among its columns.
-    """
+    """At most `most` rows, in random spans of the first `first` (None for all); with columns of weights."""
 
     data: Dataset
     most: int = 32_768
@@ -105,10 +101,7 @@ class MeanObservers:
         return self._observers[key]
 
     def measure(self, rows: MeanRows, path: Path, task: str) -> Means:
-        """Write the graph to `path`, on the file system of its tables, and run it over rows.
-
-        Raises CalibrationError if a mean is not finite.
-        """
+        """Write the graph to `path` (its tables' file system) and run it; CalibrationError if not finite."""
         self.model.save(path)
         work = _MeanWork(path, tuple(self._observers.values()), tuple(self._scores))
         tensors: dict[str, Values] = {}

@@ -1,1 +1,1 @@
-"""What sites in low precision do to the model's outputs."""
+"""The effect of sites in low precision on the outputs of a model."""

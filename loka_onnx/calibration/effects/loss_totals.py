@@ -136,11 +136,9 @@ class BatchLoss:
     """Sums of one output over one batch.
 
     Attributes:
-        rows: Rows of the batch.
         sums: (2 + 2·units,) of the weights, of the denominator, and of weighted δ and δ² for each unit.
-        squares: (1 + 3·terms·units,) sums of B², then (3, terms, units) of A, A² and A·B; None for grouped
-            rows.
-        groups: Sums of each bucket; None where each row is a unit.
+        squares: (1 + 3·terms·units,) sums of B², then (3, terms, units) of A, A² and A·B; None if grouped.
+        groups: Sums of each bucket; None if each row is a unit.
     """
 
     rows: int

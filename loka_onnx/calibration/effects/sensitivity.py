@@ -143,10 +143,7 @@ class StoppingSchedule:
 
 
 class SensitivityPass:
-    """The pass over the calibration split.
-
-    Raises ConfigError if the number of noise seeds is out of range.
-    """
+    """The pass over the calibration split; ConfigError if the number of noise seeds is out of range."""
 
     def __init__(
         self,
@@ -168,10 +165,7 @@ class SensitivityPass:
         self._moved = [position for position, unit in enumerate(self.units) if unit.has_scales]
 
     def draws(self, scratch: Path) -> MovedScales:
-        """Run the first rows under moved scales, those of weights included; graphs are written to `scratch`.
-
-        Raises CalibrationError if an output is not finite.
-        """
+        """Run the first rows under moved scales, those of weights included; `scratch` is for graphs."""
         units = [self.units[position] for position in self._moved]
         by_factor: list[tuple[Rows, ...]] = []
         rows = rows_of(self._drawn_spans)
@@ -190,8 +184,7 @@ class SensitivityPass:
     ) -> Sensitivities:
         """Run every unit of sites over the same rows until `open_sites` returns no undecided site.
 
-        Without `open_sites` there is one analysis at the end. `drawn` is the result of `draws`. Raises
-        CalibrationError if an output is not finite, or a denominator is 0.
+        Without `open_sites` there is one analysis at the end. `drawn` is the result of `draws`.
         """
         task = "sensitivity" if open_sites is None else f"sensitivity{UNTIL}decided"
         limit, drawn_rows = rows_of(self._spans), rows_of(self._drawn_spans)

@@ -59,10 +59,8 @@ def write_switchable(
 ) -> SwitchableFile:
     """Write the model that runs any subset of its sites in low precision; `model` is consumed.
 
-    Args:
-        switches: Those of one site stand together.
-        factor: Multiplies every scale, those of weights included (`observers.arithmetic`).
-        biases: Added to a low-precision site, by its name; broadcasts to its output.
+    The `switches` of one site stand together. `factor` multiplies every scale, those of weights included
+    (`observers.arithmetic`). `biases` are added to low-precision sites by name, and broadcast to the output.
     """
     outputs = tuple(tensor.name for tensor in model.outputs)
     moved = moved_activations(scales, factor)
@@ -138,15 +136,11 @@ class SwitchableModel:
 
 @dataclass(frozen=True)
 class Unit:
-    """Sites that are switched on together.
+    """Sites that are switched on together; `switches` are positions.
 
-    Attributes:
-        sites: Their names, in the model's order.
-        switches: Positions of their switches.
-        recipe: Id of the recipe, or the precision of a norm; for several sites the rounding of the shared
-            tensor (`Recipe.activation_id`).
-        tensor: The tensor that several sites share, before layout operations; None for a single site.
-        has_scales: Whether rounding depends on scales; rounding to BF16 does not.
+    `recipe` is the id of the recipe or the precision of a norm; for several sites, which share the `tensor`
+    (before layout operations), the rounding of it (`Recipe.activation_id`). Without `has_scales` rounding
+    depends on no scale, as to BF16.
     """
 
     sites: tuple[str, ...]

@@ -94,10 +94,7 @@ class ActivationQuantizer:
 def quantized_product(
     quantizer: ActivationQuantizer, site: Site, recipe: Recipe, weight_factor: float = 1.0
 ) -> Tensor:
-    """Add the product of a linear or interaction site with both operands rounded; return its output.
-
-    `weight_factor` multiplies the scales of the weight (`moved`).
-    """
+    """Add a product with both operands rounded, the weight's scales times a factor; return its output."""
     model = quantizer.model
     node = model.node(site.name)
     inputs = list(node.inputs)
@@ -106,11 +103,8 @@ def quantized_product(
         if not operand.constant:
             inputs[operand.index] = quantizer.values(tensor, f"{site.name}.in{operand.index}")
             continue
-        weight, format, axis = (
-            values_of(tensor).astype(np.float32),
-            recipe.format.of_weights,
-            channel_axis(operand),
-        )
+        weight, format = values_of(tensor).astype(np.float32), recipe.format.of_weights
+        axis = channel_axis(operand)
         scales = weight_scales(weight, recipe.weight, axis, format)
         per_channel = axis if recipe.weight is Granularity.PER_CHANNEL else None
         rounded = fake_quantize_array(weight, moved(scales, weight_factor, format), format, per_channel)
@@ -146,10 +140,7 @@ def low_precision(
 
 
 def draw_factors(draws: int) -> tuple[float, ...]:
-    """Return the factor of the scales for each noise seed; the first is 1.
-
-    Raises ConfigError if `draws` is not between 1 and `MOST_DRAWS`.
-    """
+    """Return the scales' factor for each noise seed, the first 1; ConfigError unless 1 to `MOST_DRAWS`."""
     if not 1 <= draws <= MOST_DRAWS:
         raise ConfigError(
             f"E0503 rounding noise can be drawn 1 to {MOST_DRAWS} times",

@@ -153,7 +153,7 @@ def _scalar_name(kind: Reduction) -> str:
 
 
 REDUCED = {name(kind): kind for kind in Reduction for name in (_table_name, _scalar_name)}
-"""What each output that `Reductions` may add holds, by its name."""
+"""Reduction of each output that `Reductions` may add, by its name."""
 
 
 def reduced_only(outputs: Outputs) -> dict[str, npt.NDArray[np.float64]]:

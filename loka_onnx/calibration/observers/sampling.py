@@ -45,11 +45,8 @@ _TO_THE_END = np.iinfo(np.int64).max
 class Magnitudes:
     """Magnitudes of one tensor in the sampled rows of one batch.
 
-    Attributes:
-        counts: (BINS,) elements of each bin.
-        channel_amax: (channels,) largest magnitude at each index of the last axis; empty where that is not a
-            channel axis.
-        columns: (2, columns) mean and mean square of each column; (2, 0) unless the tensor is narrow.
+    `counts` is (BINS,); `channel_amax` (channels,) is empty if the last axis is no channel axis. `columns`
+    (2, columns) holds mean and mean square of each column; (2, 0) unless the tensor is narrow.
     """
 
     counts: Counts
@@ -149,15 +146,7 @@ class SpreadTotals:
         columns: Sequence[npt.NDArray[np.float64]],
         rows: int,
     ) -> None:
-        """Add one batch.
-
-        Args:
-            mean: (tensors,) mean of the elements.
-            mean_square: (tensors,) mean of their squares.
-            counts: (BINS,) sampled elements in each bin, of each tensor.
-            columns: (2, columns) mean and mean square of each column, of each tensor; (2, 0) of a wide one.
-            rows: Rows of the batch.
-        """
+        """Add one batch: (tensors,) mean and mean square; `counts` and `columns` as in `Magnitudes`."""
         if rows != self.batch_rows or not self._tensors:
             return
         self.batches += 1

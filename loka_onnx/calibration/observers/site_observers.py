@@ -42,9 +42,9 @@ class RangeSlots:
 
 @dataclass(frozen=True)
 class RangeObserver:
-    """Range of one activation; `site` is the first that reads it.
+    """Range of one activation; `site` is its first reader.
 
-    `is_layout` if the activation is a layout of the observed tensor, so that its last axis is another.
+    With `is_layout` the activation is a layout of the observed `tensor`: its last axis is another.
     """
 
     tensor: str
@@ -95,14 +95,10 @@ class OutputSlots:
 
 @dataclass(frozen=True)
 class ActivationSlots:
-    """Slots of saturation and underflow of an activation's elements.
+    """Slots of saturation and underflow; `saturated` is None if the range shows that there is none.
 
-    Attributes:
-        count: Elements.
-        saturated: Elements beyond the format's range; None where the range shows that there are none.
-        nonzero: Nonzero elements, as multiples of `TINY`.
-        survived: Elements still nonzero after rounding, as multiples of `smallest`.
-        smallest: The format's smallest magnitude.
+    `nonzero` ones are multiples of `TINY`; `survived` are those still nonzero after rounding, as multiples of
+    `smallest`.
     """
 
     count: Count
@@ -145,15 +141,12 @@ class ErrorObserver:
 
 
 class ErrorObserverBuilder:
-    """Adds error observers to a graph; tensors that sites share are computed once.
-
-    `ranges` are of activations over the same rows.
-    """
+    """Adds error observers to a graph, once for tensors that sites share; `ranges` are over the same rows."""
 
     def __init__(self, model: GraphModel, scales: Scales, ranges: Mapping[str, RangeStats]) -> None:
         self.model, self.scales, self.ranges = model, scales, ranges
         self.reductions = Reductions(model)
-        self.found: list[ErrorObserver] = []
+        self.observers: list[ErrorObserver] = []
         self._quantizers: dict[str, ActivationQuantizer] = {}
         self._activations: dict[tuple[str, str], ActivationSlots] = {}
         self._exact: dict[str, tuple[Count, Slot]] = {}
@@ -168,12 +161,12 @@ class ErrorObserverBuilder:
         product = quantized_product(self._quantizers[rounding], site, recipe)
         name, scale = f"{site.name}.{recipe.id}", scales[site.activation.tensor]
         output, activation = self._output(site, product, name), self._activation(site, recipe, name)
-        self.found.append(ErrorObserver(site.name, recipe.id, scale, output, activation))
+        self.observers.append(ErrorObserver(site.name, recipe.id, scale, output, activation))
 
     def add_norm(self, site: Site) -> None:
         """Observe a norm in BF16."""
         output = self._output(site, bfloat16_norm(self.model, site), f"{site.name}.{NORM_PRECISION}")
-        self.found.append(ErrorObserver(site.name, NORM_PRECISION, None, output, None))
+        self.observers.append(ErrorObserver(site.name, NORM_PRECISION, None, output, None))
 
     def _output(self, site: Site, quantized: Tensor, name: str) -> OutputSlots:
         exact = self.model.node(site.name).outputs[0]
@@ -276,7 +269,7 @@ def observe_errors(
         for recipe in distinct.values():
             builder.add_product(site, recipe)
     builder.reductions.finish()
-    return tuple(builder.found)
+    return tuple(builder.observers)
 
 
 def recipes_for(site: Site, recipes: Sequence[Recipe]) -> tuple[Recipe, ...]:
@@ -291,10 +284,7 @@ LARGEST = float(np.finfo(np.float32).max)
 
 @dataclass(frozen=True)
 class MagnitudeObserver:
-    """Slots of one tensor's smallest and largest element.
-
-    `smallest` is the smallest nonzero magnitude, or `LARGEST`; None for a tensor that is no divisor.
-    """
+    """Slots of a tensor's extremes, and of a divisor's smallest nonzero magnitude (`LARGEST` for none)."""
 
     tensor: str
     low: Slot

@@ -47,7 +47,6 @@ class PassOptions:
     """Options of the passes.
 
     Attributes:
-        recipes: Recipes whose error is measured.
         batch_size: Rows of one pass through the graph.
         rows: Rows, the first of the data set; None for all.
         range_rows: Least rows that ranges are taken from, in spans in random order; None for all. One of n
@@ -56,7 +55,6 @@ class PassOptions:
         error_precision: Half width of the 95 % interval of each relative error over its value at which the
             error pass may end, after eight spans in random order or more. Where few rows hold most of the
             error, ask for all rows. None for all rows, in file order.
-        seed: Of the random order.
         sensitivity_rows: Most rows of the sensitivity pass; None for all.
         group: Column of rows that belong together; None where rows are independent.
         beside: Further rows that ranges alone are taken from, without their labels: a value of an input that
@@ -134,8 +132,7 @@ class Probe:
     def ranges(self, scratch: Path) -> dict[str, RangeStats]:
         """Return the range of every activation that a site reads, by tensor name, over `range_rows`.
 
-        `scratch` must be on the file system of the model, here and below. Raises CalibrationError if an
-        activation is not finite.
+        `scratch` must be on the file system of the model, here and below.
         """
         if not self.sites:
             return {}
@@ -149,10 +146,7 @@ class Probe:
         return totals.read()
 
     def magnitudes(self, scratch: Path) -> dict[str, TensorRange]:
-        """Return the magnitudes of every non-constant FP32 tensor of the model, by name, over all rows.
-
-        Raises CalibrationError if a tensor holds NaN.
-        """
+        """Return magnitudes of non-constant FP32 tensors, by name; CalibrationError if one holds NaN."""
         graph = GraphModel.load(self.model.path)
         observers, totals = observe_magnitudes(graph), BatchTotals()
         path = scratch / "magnitudes.onnx"
@@ -173,10 +167,7 @@ class Probe:
         return {observer.tensor: observer.read(totals) for observer in observers}
 
     def errors(self, scratch: Path, ranges: Mapping[str, RangeStats], scales: Scales) -> MeasuredErrors:
-        """Return the output error of every site under every recipe, over as many rows as the precision needs.
-
-        Raises CalibrationError if the output of a site is not finite.
-        """
+        """Return errors over as many rows as the precision needs; CalibrationError if not finite."""
         if not self.sites:
             return MeasuredErrors({}, 0)
         size, precision = self.options.batch_size, self.options.error_precision

@@ -34,16 +34,12 @@ _numbers = count()
 
 
 class RayExecutor(Executor):
-    """Runs spans of batches as tasks of a Ray cluster.
+    """Runs spans of batches as tasks of a Ray cluster, which it connects to at first use.
 
-    It connects at first use; `close` ends a cluster that it started.
-
-    Args:
-        address: Address of the cluster that this machine belongs to, as in ``10.0.0.5:6379``, or ``auto``;
-            None to start one here. An existing connection of this process is used as it is.
-        workers: Worker processes of a cluster that is started; 0 for one per core.
-
-    Raises ConfigError if the address is one of Ray Client's; MissingPackage if Ray is not installed.
+    `address` is of the cluster that this machine belongs to, as in ``10.0.0.5:6379``, or ``auto``; None
+    starts one here, of so many `workers` (0 for one per core), which `close` ends. An existing connection of
+    this process is used as it is. Raises ConfigError for an address of Ray Client; MissingPackage without
+    Ray.
     """
 
     def __init__(self, address: str | None = None, workers: int = 0) -> None:
@@ -59,10 +55,7 @@ class RayExecutor(Executor):
     def run(
         self, work: BatchWork[R], data: Dataset, spans: Iterable[Span], batch_size: int
     ) -> Generator[BatchResult[R]]:
-        """See `Executor.run`.
-
-        Raises CalibrationError if a worker does not find a file, or workers keep dying.
-        """
+        """See `Executor.run`. Raises CalibrationError if a worker finds no file, or workers keep dying."""
         ray = self._connected()
         task = ray.remote(num_cpus=1, max_retries=RETRIES)(_run_span)
         key = f"{socket.gethostname()}.{os.getpid()}.{next(_numbers)}"
@@ -157,7 +150,7 @@ def _check_reachable(address: str) -> None:
 
 
 _opened: dict[str, Callable[[Batch], Any]] = {}
-"""What the work of the last run opened to; a worker process runs one task at a time."""
+"""Opened work of the last run; a worker process runs one task at a time."""
 
 
 def _run_span(

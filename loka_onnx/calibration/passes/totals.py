@@ -53,10 +53,7 @@ class ErrorTotals:
         return self._totals.rows
 
     def add(self, result: BatchResult[Outputs], where: str) -> None:
-        """Add one batch, which messages call `where`.
-
-        Raises CalibrationError if the output of a site is not finite.
-        """
+        """Add one batch, which messages call `where`; CalibrationError if an output is not finite."""
         outputs = result.value
         if not all_finite(outputs):
             raise self._not_finite(outputs, where)
@@ -72,11 +69,7 @@ class ErrorTotals:
         self._spans += 1
 
     def is_precise(self, precision: float) -> bool:
-        """True if every site's relative error ‖quantized − exact‖ / ‖exact‖ is known well enough.
-
-        `precision` is the largest half width of its 95 % interval over its value. The interval holds after
-        every span at once.
-        """
+        """True if the 95 % interval of each relative error has at most `precision` of it as half width."""
         return self._spans >= FEWEST_UNITS and all(
             self._is_precise(position, precision) for position in range(len(self.observers))
         )
@@ -159,10 +152,7 @@ class RangeTotals:
         return tuple(slots.sample for slots in self._positions)
 
     def add(self, result: BatchResult[RangeBatch], where: str) -> None:
-        """Add one batch, which messages call `where`.
-
-        Raises CalibrationError if an activation is not finite.
-        """
+        """Add one batch, which messages call `where`; CalibrationError if an activation is not finite."""
         batch, rows = result.value, result.rows
         if not all_finite(batch.reduced):
             raise self._not_finite(batch.reduced, rows, where)

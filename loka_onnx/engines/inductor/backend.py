@@ -63,10 +63,8 @@ class Compilers:
 
     @classmethod
     def find(cls, system: tuple[str, str] = SYSTEM) -> Compilers | None:
-        """Return the compilers to build with, or None.
-
-        The system's GCC comes before ``CXX``: a package whose host part was compiled by another tool chain,
-        with its own C++ library, builds without an error and crashes when it is loaded (PyTorch 2.11).
+        """Compilers to build with, the system's GCC first; None where there are none. A package of another
+        tool chain, with its own C++ library, builds without an error and crashes on loading (PyTorch 2.11).
         """
         for pair in (system, (os.environ.get("CXX", ""), os.environ.get("CC", "")), ("g++", "gcc")):
             # A variable may hold arguments as well.
@@ -77,10 +75,8 @@ class Compilers:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables to set before PyTorch reads them.
-
-        Kernels, autotuning results and compiler probes stay in the caches that the environment names, else
-        in this user's: plans of one model share most kernels.
+        """Variables to set before PyTorch reads them: kernels, tuning results and compiler probes stay in the
+        environment's caches, else this user's, as plans of a model share most kernels.
         """
         caches = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
         variables = {
@@ -94,9 +90,8 @@ WORKER_BYTES = 1 << 30
 
 
 def compile_workers(memory_bytes: int) -> int:
-    """Processes that compile kernels for one build: one a core, in half of its memory limit at most.
-
-    PyTorch starts one a core up to 32, which takes more than the limit of a build on a host of 16 cores.
+    """Processes that compile kernels for one build: one a core, in half of its memory limit at most. PyTorch
+    starts one a core up to 32, which takes more than the limit of a build on a host of 16 cores.
     """
     return max(1, min(len(os.sched_getaffinity(0)), memory_bytes // 2 // WORKER_BYTES))
 
@@ -106,13 +101,12 @@ class Settings:
     """Settings of the compiler.
 
     Attributes:
-        max_autotune: Whether to time the products of all libraries.
-        search_launches: Whether to search launch parameters of the other kernels (coordinate descent), one
-            compilation a step: minutes a program.
-        fast_accumulation: Whether FP8 sums may keep fewer bits than FP32 (Hopper).
-        static: Whether each served batch size gets its own program, with a copy of the weights.
-        fuse: Whether the graph is fused into the operators of `kernels`.
-        choose: Whether the kernel of each fused product is chosen by timing on a GPU.
+        max_autotune: Time the products of all libraries.
+        search_launches: Search launch parameters of other kernels (coordinate descent): minutes a program.
+        fast_accumulation: Allow FP8 sums of fewer bits than FP32 (Hopper).
+        static: Compile a program for each served batch size, with a copy of the weights.
+        fuse: Fuse the graph into the operators of `kernels`.
+        choose: Choose the kernel of each fused product by timing on a GPU.
     """
 
     max_autotune: bool = False
@@ -124,10 +118,8 @@ class Settings:
 
     @classmethod
     def of(cls, request: BuildRequest) -> Settings:
-        """Settings from the options of a request.
-
-        On a GPU, up to `MOST_PROGRAMS` batch sizes get programs of their own: blanket FP8 of DLRM-DCNv2 at
-        256 took 83 µs with them and 109 µs without (H100).
+        """Settings from the options of a request. On a GPU, up to `MOST_PROGRAMS` batch sizes get programs of
+        their own: blanket FP8 of DLRM-DCNv2 at 256 took 83 µs with them and 109 µs without (H100).
         """
         on_gpu = request.architecture != CPU
         default = cls(static=on_gpu and 1 < len(request.batch.sizes) <= MOST_PROGRAMS)
@@ -175,9 +167,8 @@ class InductorBackend(Backend):
         )
 
     def fused_sites(self, model: Path, base: Precision) -> dict[str, str]:
-        """See `Backend.fused_sites`: sites that `fusions` joins in a plan without quantized sites.
-
-        A product whose kernel only adds an epilogue is not listed: that of eight bits adds it as well.
+        """See `Backend.fused_sites`: sites that `fusions` joins in a plan without quantized sites. A product
+        whose kernel only adds an epilogue is not listed: a product of eight bits adds it as well.
         """
         return fuse(PlannedGraph.load(model, BASES[base])).joined if base in BASES else {}
 
@@ -227,6 +218,5 @@ class InductorBackend(Backend):
 
 
 def _usable_gpus() -> tuple[CudaDevice, ...]:
-    """GPUs that PyTorch uses and Triton supports."""
     gpus = [gpu for gpu in list_cuda_devices() if capability(gpu.architecture) >= FIRST]
     return tuple(gpus) if gpus and import_torch().cuda.is_available() else ()

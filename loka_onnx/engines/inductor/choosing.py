@@ -54,9 +54,8 @@ SPLIT_TILES = (
 PROCESSORS = 132
 """Streaming multiprocessors of an H100."""
 LONG_K = 1024
-"""From this K on, splitting pays, and exact tiles are tried too because fast accumulation may exceed
-`LARGEST_ERROR`: its error was .00044 at K = 512 and .0047 to .0068 at K = 3456 (DLRM-DCNv2 trained on
-MovieLens 1M, H100)."""
+"""From this K on, splitting pays, and exact tiles are tried as fast accumulation may exceed `LARGEST_ERROR`:
+its error was .00044 at K = 512, .0047 to .0068 at 3456 (DLRM-DCNv2, MovieLens 1M, H100)."""
 LARGEST_ERROR = 2.0**-9
 """Largest root mean square error of a kernel relative to the exact product of the same values. Rounding both
 factors to E4M3 gives about 2⁻⁵: this adds less than a hundredth of that energy."""
@@ -66,12 +65,9 @@ _REPLAYS = 15
 
 @dataclass(frozen=True)
 class Measured:
-    """One candidate at one site.
-
-    Attributes:
-        us: Median latency by batch size, microseconds.
-        error: Root mean square error relative to the exact product of the same values.
-        obstacle: Reason why it was not measured or may not be chosen; empty otherwise.
+    """One candidate at one site: median latency `us` by batch size, microseconds; `error`, the root mean
+    square relative to the exact product of the same values; `obstacle`, the reason why it was not measured or
+    may not be chosen, empty otherwise.
     """
 
     site: str
@@ -90,10 +86,7 @@ class Chosen:
     otherwise: ProductStrategy
 
     def products(self, sizes: Sequence[int]) -> PerSite:
-        """Return, for each site, the allowed candidate with the smallest sum over batch sizes.
-
-        A site without an allowed candidate gets the library's exact product.
-        """
+        """Return each site's allowed candidate of the smallest sum over `sizes`; else the exact library."""
         choices: dict[str, ProductStrategy] = {each.site: ScaledMatMul() for each in self.measured}
         allowed = (each for each in self.measured if not each.obstacle)
         timed = sorted((sum(each.us[size] for size in sizes), each.kernel, each.site) for each in allowed)
@@ -117,12 +110,8 @@ class Recorder(ProductStrategy):
 
 @dataclass(frozen=True)
 class Chooser:
-    """Compiles, times and compares candidates.
-
-    Attributes:
-        batch: Rows of the request that the recorded values come from.
-        sizes: Served batch sizes.
-        fast_accumulation: Whether FP8 sums may keep fewer bits than FP32.
+    """Compiles, times and compares candidates, on values of `batch` rows, for served batch sizes. With
+    `fast_accumulation`, FP8 sums may keep fewer bits than FP32.
     """
 
     batch: int
@@ -284,11 +273,9 @@ def _time_product(case: _Case) -> float:
 
 
 def with_weights_in_turn(product: Factors) -> list[Factors]:
-    """Return the product with copies of its weight that together exceed the GPU's cache.
-
-    In an engine a large weight is read from memory in every request. Timed with one weight again and again, a
-    tile was chosen over the library's kernel, which made a faster engine (227 for 251 µs: Wukong small in
-    BF16 at 256, H100).
+    """Return the product with copies of its weight that together exceed the GPU's cache, as an engine reads a
+    large weight from memory in every request. Timed with one weight, a tile was chosen over the library's
+    kernel, which made a faster engine (227 for 251 µs: Wukong small in BF16 at 256, H100).
     """
     weight = product.b.t().contiguous()
     copies = copies_in_turn(weight.numel() * weight.element_size())

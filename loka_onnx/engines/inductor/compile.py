@@ -62,11 +62,9 @@ class Build:
 
 
 def compile_engine(request: BuildRequest, into: Path, compilers: Compilers) -> Path:
-    """Build a package, in a child process (PyTorch may crash it) with the variables of the compilers.
-
-    Raises:
-        ModelError: An input or output has a type or shape that requests cannot hold.
-        EngineError: An operator has no lowering, or PyTorch cannot export or compile the model.
+    """Build a package, in a child process (PyTorch may crash it) with the variables of the compilers. Raises
+    ModelError if an input or output has a type or shape that requests cannot hold, EngineError if an operator
+    has no lowering, or PyTorch cannot export or compile the model.
     """
     # Otherwise TF32 would round the factors of FP32 products to 10 bits.
     torch.set_float32_matmul_precision("highest")
@@ -106,7 +104,7 @@ def compile_engine(request: BuildRequest, into: Path, compilers: Compilers) -> P
 
 
 def planned_graph(model: Path, *, fuses: bool) -> PlannedGraph:
-    """Read the planned model and fuse it; prints what is fused and what is declined."""
+    """Read the planned model and fuse it; prints fused and declined matches."""
     graph = PlannedGraph.load(model)
     report = fuse(graph) if fuses else FusionReport({}, {})
     for name, reasons in report.declined.items():
@@ -147,9 +145,7 @@ def batch_programs(batch: BatchRange, *, static: bool) -> tuple[Program, ...]:
 
 
 def input_ports(graph: onnx.GraphProto, ids: Mapping[str, Sequence[range | None]]) -> tuple[InputPort, ...]:
-    """Inputs of a graph, of bounded ids (`id_bounds`); refuses dynamic axes besides the batch, and types that
-    NumPy lacks.
-    """
+    """Inputs of a graph, of bounded ids (`id_bounds`); refuses open axes but the batch, and unknown types."""
     ports = []
     for value in graph.input:
         kind = value.type.tensor_type

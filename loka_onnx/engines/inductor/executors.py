@@ -3,13 +3,11 @@
 A GPU finishes the kernels of a ranker faster than a CPU can launch them one by one. For each served batch
 size the launches are therefore captured once into a CUDA graph (CUDA C++ Programming Guide, section CUDA
 Graphs) and replayed for each request. A graph uses fixed addresses: all inputs of a request are written one
-behind the other into pinned host memory. The graph begins with the move of these bytes to the device and ends
-with that of the outputs back, so that a request is one launch and one wait, and no call of PyTorch. `gpu`
-holds every call of the vendor.
+behind the other into pinned host memory. The graph moves these bytes to the device first and the outputs back
+last, so that a request is one launch and one wait. `gpu` holds every call of the vendor.
 
-Ids whose valid values are all int32 (`InputPort.fits_int32`) are written and moved as such, and widened on
-the device. The host looks for others, which no table has, while the device works: such a request runs once
-more, as int64.
+Ids whose valid values are all int32 (`InputPort.fits_int32`) are moved as such, and widened on the device.
+The host looks for others while the device works: such a request runs once more, as int64.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ import numpy.typing as npt
 
 from loka_onnx.engines.inductor.gpu import Captured, Gpu
 from loka_onnx.engines.inductor.package import InductorEngine, InputPort
-from loka_onnx.errors import EngineError, InternalError
+from loka_onnx.errors import EngineError, InternalError, line_of
 from loka_onnx.sessions.buckets import Piece, padded
 from loka_onnx.sessions.dlpack import Borrowed
 from loka_onnx.sessions.runner import Allocate, Arrays, Buffers, Resident
@@ -93,19 +91,16 @@ class Executor(ABC):
         self._calls.clear()
 
     def _rows_of(self, piece: Piece, outputs: Sequence[npt.NDArray[Any]]) -> Sequence[npt.NDArray[Any]]:
-        """Select the rows of a piece from those that a program computed."""
         if piece.rows == piece.size:
             return outputs
         pairs = zip(self._engine.outputs, outputs, strict=True)
         return [value[: piece.rows] if port.batched else value for port, value in pairs]
 
     def _answer(self, piece: Piece, outputs: Sequence[npt.NDArray[Any]]) -> Arrays:
-        """Copy the rows of a piece out of those that a program computed."""
-        held = self._rows_of(piece, outputs)
-        return {name: value.copy() for name, value in zip(self._names, held, strict=True)}
+        rows = self._rows_of(piece, outputs)
+        return {name: value.copy() for name, value in zip(self._names, rows, strict=True)}
 
     def _tensors(self, piece: Piece, inputs: Mapping[str, npt.NDArray[Any]]) -> list[Tensor]:
-        """Inputs of a piece as tensors on the host, padded and converted."""
         # Torch warns about read-only arrays, although no program writes its inputs.
         values = ((padded(inputs[port.name], piece), port.dtype) for port in self._engine.inputs)
         return [self._torch.from_numpy(np.require(value, dtype, ["C", "W"])) for value, dtype in values]
@@ -214,13 +209,9 @@ class Staging:
 
 @dataclass(frozen=True)
 class Served:
-    """A batch size that is served by CUDA graphs.
-
-    Attributes:
-        compute: Launches the kernels of the size, on `inputs`; returns the outputs.
-        inputs: Views of the device's buffers, by name.
-        captured: Graph of the kernels alone, for rows that lie on the device.
-        staging: Where requests from host memory are written.
+    """A batch size that is served by CUDA graphs: `compute` launches its kernels on `inputs`, views of the
+    device's buffers by name, and returns the outputs; `captured` is the graph of the kernels alone, for rows
+    on the device; requests from host memory are written to `staging`.
     """
 
     compute: Callable[[], list[Tensor]]
@@ -374,9 +365,8 @@ class GraphExecutor(Executor):
     def _staging(
         self, memory: Tensor, size: int, compute: Callable[[], list[Tensor]], outputs: Sequence[Tensor]
     ) -> Staging:
-        """Pinned memory as the inputs of a batch size, with the graph of its requests.
-
-        A caller's holds the inputs' own types, the executor's own narrow ids.
+        """Pinned memory as the inputs of a batch size, with the graph of its requests. The executor's own
+        memory holds narrow ids, a caller's the inputs' own types.
         """
         there = blocks_of(self._engine.inputs, size)
         here = blocks_of(self._engine.inputs, size, narrow=memory is self._host)
@@ -431,14 +421,11 @@ class GraphExecutor(Executor):
         return Served(compute, inputs, captured, staging)
 
     def _capture(self, size: int, work: Callable[[], Sequence[Tensor]], *, warm_ups: int) -> Captured:
-        try:
+        with EngineError(
+            f"E0817 the engine cannot be captured into a CUDA graph for {size} rows",
+            remedy="an operator of it waits for the device; the log of the build has its kernels",
+        ).in_place_of(RuntimeError, words=line_of):
             return self._gpu.capture(work, warm_ups=warm_ups)
-        except RuntimeError as error:
-            raise EngineError(
-                f"E0817 the engine cannot be captured into a CUDA graph for {size} rows",
-                evidence=str(error).splitlines()[0][:400],
-                remedy="an operator of it waits for the device; the log of the build has its kernels",
-            ) from error
 
     def _moved(self, piece: Piece, inputs: Mapping[str, npt.NDArray[Any]]) -> list[Tensor]:
         return [each.to(self._gpu.device) for each in self._tensors(piece, inputs)]

@@ -31,10 +31,8 @@ class Captured:
 
 
 class Gpu:
-    """One stream of a GPU, and the memory pool of the graphs captured on it.
-
-    Graphs of a pool may share memory for tensors that nothing holds after the capture. That is safe because
-    they run in turn on one stream.
+    """One stream of a GPU, and the memory pool of the graphs captured on it. Graphs of a pool may share
+    memory for tensors that nothing holds after the capture: they run in turn on one stream.
     """
 
     def __init__(self, torch: Any, index: int) -> None:
@@ -67,8 +65,7 @@ class Gpu:
         self._driver.call("cuStreamSynchronize", self._handle)
 
     def copying(self, target: Tensor, source: Tensor) -> Callable[[], object]:
-        """Return a function that queues a copy of a contiguous tensor, between the device and pinned memory.
-
+        """Return a function that queues a copy of a contiguous tensor between the device and pinned memory.
         It allocates nothing and holds neither tensor.
         """
         addresses = (ctypes.c_uint64(each.data_ptr()) for each in (target, source))
@@ -76,9 +73,8 @@ class Gpu:
         return partial(self._driver.call, "cuMemcpyAsync", *addresses, size, self._handle)
 
     def moving(self, target: Tensor, source: Tensor) -> Callable[[], object]:
-        """Return a function that queues such a copy in a graph, by a kernel on pinned memory.
-
-        Large ones go through `copying`. Integers are widened to the target's type.
+        """Return a function that queues such a copy in a graph, by a kernel on pinned memory; large ones go
+        through `copying`. Integers are widened to the target's type.
         """
         if source.dtype != target.dtype:
             return partial(self._torch.add, self._bytes(source).view(source.dtype), 0, out=target)

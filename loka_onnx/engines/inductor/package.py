@@ -17,12 +17,12 @@ from typing import ClassVar
 from loka_onnx.core import serde
 from loka_onnx.core.serde import STRICT
 from loka_onnx.errors import EngineError, UserError
+from loka_onnx.sessions import host_devices
 from loka_onnx.sessions.backends import release
 
 RECORD = "engine.json"
 """Name of the manifest among the extra files of a package."""
 MAX_DOCUMENT_BYTES = 64 << 20
-CPU_INFO = Path("/proc/cpuinfo")
 _VECTOR_SETS = ("sse", "ssse", "avx", "amx", "fma", "f16c", "bmi", "gfni", "vaes", "vpclmul", "sve", "asimd")
 
 
@@ -46,12 +46,9 @@ class OutputPort:
 
 @dataclass(frozen=True)
 class Product:
-    """A matrix product of a compiled program, and the ONNX node that it computes (empty where unknown).
-
-    Attributes:
-        operator: Operator of the exported program, for example ``aten._scaled_mm.default``.
-        operands: PyTorch element types of its two factors; simulated FP8 is FP8.
-        fast_accumulation: Whether its sums may keep fewer bits (`_scaled_mm`, ``use_fast_accum``).
+    """A matrix product of a compiled program, and the ONNX node that it computes (empty where unknown): its
+    operator, for example ``aten._scaled_mm.default``, and the PyTorch types of its two factors; simulated FP8
+    is FP8. With `fast_accumulation`, its sums may keep fewer bits (`_scaled_mm`, ``use_fast_accum``).
     """
 
     node: str
@@ -62,9 +59,8 @@ class Product:
 
 @dataclass(frozen=True)
 class Program:
-    """One compiled program of a package, for `minimum` to `maximum` rows.
-
-    `entering` are the PyTorch element types of the floating tensors that enter each site's node.
+    """One compiled program of a package, for `minimum` to `maximum` rows. `entering` are the PyTorch element
+    types of the floating tensors that enter each site's node.
     """
 
     name: str
@@ -87,12 +83,9 @@ class CompiledSite:
 
 @dataclass(frozen=True)
 class InductorEngine:
-    """Manifest of an engine for ``cpu`` or an NVIDIA architecture, compiled by a version of PyTorch.
-
-    Attributes:
-        instruction_sets: Vector instruction sets of the build host, for which host code is compiled.
-        sizes: Served batch sizes, ascending: CUDA graphs are captured for them.
-        programs: One for every batch size, or one for each of `sizes`.
+    """Manifest of an engine for ``cpu`` or an NVIDIA architecture, compiled by a version of PyTorch, for host
+    code with the vector instructions `instruction_sets`. It has one of `programs` for every batch size, or
+    one for each of `sizes`, the served batch sizes, ascending, which have CUDA graphs.
     """
 
     SCHEMA: ClassVar[str] = "inductor-engine/1"
@@ -123,21 +116,17 @@ class InductorEngine:
 
 def read_engine(package: Path) -> InductorEngine:
     """Read the manifest of a package; refuse a file that is none of this project."""
-    try:
-        with zipfile.ZipFile(package) as archive:
-            name = next((n for n in archive.namelist() if f"/{n}".endswith(f"/extra/{RECORD}")), None)
-            if name is None:
-                raise UserError(f"E0820 it has no '{RECORD}' among its extra files")
-            if archive.getinfo(name).file_size > MAX_DOCUMENT_BYTES:
-                raise UserError(f"E0821 '{name}' is larger than {MAX_DOCUMENT_BYTES} bytes")
-            return serde.loads(InductorEngine, archive.read(name).decode("utf-8"), where=name)
-    except (OSError, zipfile.BadZipFile, UnicodeDecodeError, UserError) as error:
-        raise EngineError(
-            "E0822 not an engine of the inductor backend",
-            where=str(package),
-            evidence=str(error),
-            remedy="build the engine again",
-        ) from error
+    refused = EngineError(
+        "E0822 not an engine of the inductor backend", where=str(package), remedy="build the engine again"
+    )
+    kinds = (OSError, zipfile.BadZipFile, UnicodeDecodeError, UserError)
+    with refused.in_place_of(*kinds), zipfile.ZipFile(package) as archive:
+        name = next((n for n in archive.namelist() if f"/{n}".endswith(f"/extra/{RECORD}")), None)
+        if name is None:
+            raise UserError(f"E0820 it has no '{RECORD}' among its extra files")
+        if archive.getinfo(name).file_size > MAX_DOCUMENT_BYTES:
+            raise UserError(f"E0821 '{name}' is larger than {MAX_DOCUMENT_BYTES} bytes")
+        return serde.loads(InductorEngine, archive.read(name).decode("utf-8"), where=name)
 
 
 def read_sources(package: Path, program: str) -> tuple[str, ...]:
@@ -148,15 +137,11 @@ def read_sources(package: Path, program: str) -> tuple[str, ...]:
     return tuple(text.decode("utf-8", "replace") for text in sources)
 
 
-def instruction_sets(cpu_info: Path = CPU_INFO) -> tuple[str, ...]:
+def instruction_sets(cpu_info: Path = host_devices.CPUINFO) -> tuple[str, ...]:
     """Vector instruction sets of this processor, sorted; empty where Linux does not list them."""
-    try:
-        text = cpu_info.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ()
-    line = re.search(r"^(?:flags|Features)\s*:\s*(.*)$", text, re.MULTILINE)
-    flags = line.group(1).split() if line else []
-    return tuple(sorted({flag for flag in flags if flag.startswith(_VECTOR_SETS)}))
+    return tuple(
+        sorted(flag for flag in host_devices.instruction_sets(cpu_info) if flag.startswith(_VECTOR_SETS))
+    )
 
 
 def check_host(engine: InductorEngine, torch_version: str, host: Sequence[str], package: Path) -> None:

@@ -15,7 +15,7 @@ from loka_onnx.core.devices import CPU
 from loka_onnx.engines.inductor.executors import Call, Executor, GraphExecutor, HostExecutor, Placement
 from loka_onnx.engines.inductor.gpu import Gpu
 from loka_onnx.engines.inductor.package import InductorEngine, check_host, instruction_sets, read_engine
-from loka_onnx.errors import EngineError, MissingPackage
+from loka_onnx.errors import EngineError, MissingPackage, line_of
 from loka_onnx.sessions.buckets import Piece, padded_rows, pieces_of, rows_of
 from loka_onnx.sessions.cuda import list_cuda_devices, why_no_gpu
 from loka_onnx.sessions.dlpack import Borrowed
@@ -27,19 +27,14 @@ INSTALL = "pip install 'loka-onnx[inductor]'"
 
 def import_torch() -> Any:
     """Import `torch`, or raise MissingPackage."""
-    try:
+    with MissingPackage("E0825 PyTorch is not installed", remedy=INSTALL).in_place_of(ImportError, OSError):
         return importlib.import_module("torch")
-    except (ImportError, OSError) as error:
-        raise MissingPackage("E0825 PyTorch is not installed", evidence=str(error), remedy=INSTALL) from error
 
 
 def open_inductor(package: Path, architecture: str) -> InductorSession:
     """Load a package on the CPU, or on the first GPU of its architecture, after checking that the host fits.
-
-    Raises:
-        MissingPackage: PyTorch is not installed.
-        EngineError: The file is no engine of this backend or is for another architecture, this host has no
-            such GPU, another version of PyTorch or another processor, or the programs do not load.
+    Raises MissingPackage without PyTorch, and EngineError if the file is no engine of this backend or is for
+    another architecture, PyTorch or processor than this host has, or the programs do not load.
     """
     engine = read_engine(package)
     if engine.architecture != architecture:
@@ -74,25 +69,21 @@ def _load(torch: Any, package: Path, engine: InductorEngine, index: int) -> dict
     in every call, and load all programs for each one. The loader below it runs single-threaded: its locks for
     several threads do not fit into a CUDA graph ("operation not permitted when stream is capturing").
     """
-    try:
+    # Errors come from the dynamic linker, CUDA and the archive reader.
+    with EngineError(
+        "E0829 PyTorch does not load the engine",
+        where=str(package),
+        remedy="an engine belongs to one PyTorch version, one processor and one GPU architecture",
+    ).in_place_of(Exception, words=line_of):
         loader = torch._C._aoti.AOTIModelPackageLoader
         # Parameters: package, program, single-threaded, runners, device.
         return {p.name: loader(str(package), p.name, True, 1, index).boxed_run for p in engine.programs}
-    except Exception as error:
-        # Errors come from the dynamic linker, CUDA and the archive reader.
-        raise EngineError(
-            "E0829 PyTorch does not load the engine",
-            where=str(package),
-            evidence=str(error).splitlines()[0][:400] if str(error) else repr(error),
-            remedy="an engine belongs to one PyTorch version, one processor and one GPU architecture",
-        ) from error
 
 
 def placements(engine: InductorEngine, rows: int, *, captures: bool) -> tuple[Placement, ...]:
-    """Assign programs to the rows of a request, which must be some that the engine was built for.
-
-    Of programs of fixed sizes, the smallest that holds the rows, or several. Of one program for all sizes,
-    the smallest CUDA graph that holds them (`padded_rows`), or else the program itself, kernel by kernel.
+    """Assign programs to the rows of a request, which must be some that the engine was built for. Of programs
+    of fixed sizes, the smallest that holds the rows, or several. Of one program for all sizes, the smallest
+    CUDA graph that holds them (`padded_rows`), or else the program itself, kernel by kernel.
     """
     if not engine.minimum <= rows <= engine.maximum:
         raise EngineError(
@@ -189,8 +180,7 @@ class InductorSession(Runner):
                     self._placements[rows] = pieces
                 return work(executor, pieces)
             except RuntimeError as error:
-                reason = str(error).splitlines()[0][:400]
-                raise EngineError("E0835 the engine failed on a batch", evidence=reason) from error
+                raise EngineError("E0835 the engine failed on a batch", evidence=line_of(error)) from error
 
     def _open_executor(self) -> Executor:
         if self._executor is None:

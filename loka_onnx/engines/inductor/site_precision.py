@@ -5,8 +5,8 @@ During export every operator is annotated with the ONNX node that it was lowered
 
 A site counts as FP8 or INT8 when three readings agree: the lowering of its node, the element types that the
 exported program multiplies there, and the number of calls in the generated code to such products (of a
-library or an own kernel). Any other site counts as planned when everything that its node multiplies
-or reads has the planned type and, for an own kernel, the generated code calls it. Generated code has only the
+library or an own kernel). Any other site counts as planned when everything that its node multiplies or reads
+has the planned type and the generated code calls its own kernel, if it has one. Generated code has only the
 name of an own kernel; its types are those of its tensors in the exported program.
 """
 
@@ -90,10 +90,7 @@ def _is_fast(node: Any, operator: str, types: Sequence[str]) -> bool:
 
 
 def entering_types(graph: Any, names: Collection[str]) -> dict[str, tuple[str, ...]]:
-    """Element types of the floating and INT8 tensors that enter the operators of ONNX nodes from other nodes.
-
-    A node without operators is left out.
-    """
+    """Types of the floating and INT8 tensors that enter the operators of each ONNX node from other nodes."""
     entering: dict[str, dict[str, None]] = {}
     for node in graph.nodes:
         name = _mark(node)

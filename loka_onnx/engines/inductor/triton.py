@@ -75,10 +75,8 @@ def _python(source: Source, engine: InductorEngine, needs: str, reason: str) -> 
 
 
 def rename_program(package: Path, program: str, target: Path) -> None:
-    """Write a ``.pt2`` package whose only program has the name that the PyTorch backend asks for.
-
-    Raises:
-        BundleError: The package has no such program.
+    """Write a ``.pt2`` package whose only program has the name that the PyTorch backend asks for. Raises
+    BundleError if the package has no such program.
     """
     old, new = f"/data/aotinductor/{program}/", "/data/aotinductor/model/"
     renamed = 0

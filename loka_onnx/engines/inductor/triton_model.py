@@ -17,7 +17,7 @@ from loka_onnx.engines.inductor.session import open_inductor
 from loka_onnx.errors import LokaError
 
 ARCHITECTURE = "loka_onnx.architecture"
-"""Parameter of the configuration that says what the engine was built for."""
+"""Parameter of the configuration: the architecture that the engine was built for."""
 
 
 class TritonPythonModel:

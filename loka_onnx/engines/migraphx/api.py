@@ -32,8 +32,6 @@ DEBUG_SYMBOLS = "use_debug_symbols"
 _SYMBOLS = "debug_symbols"
 _CONTROL_FLOW = frozenset({"if", "loop", "select_module", "run_on_target", "group"})
 _PARAMETER = re.compile(r"^\s*\S+ = @param:(?P<name>.+?) -> ", re.MULTILINE)
-
-
 INSTALL = "install ROCm with its package `migraphx`"
 
 
@@ -80,11 +78,9 @@ def why_no_target(migraphx: Any, target: str) -> str:
 
 
 def parse_onnx(migraphx: Any, model: Path, dims: Mapping[str, Sequence[int]]) -> Any:
-    """Parse a model of the dialect for one batch size, with every axis of every input in `dims`.
-
-    A range fails at the parse of LayerNormalization and Q/DQ, and a dynamic axis silently becomes 1. The
-    program's instructions carry the names of ONNX nodes where this release supports that. A refusal is a
-    `ModelError`.
+    """Parse a model of the dialect for one batch size, with every axis of every input in `dims`: a range
+    fails at the parse of LayerNormalization and Q/DQ, and a dynamic axis silently becomes 1. Instructions
+    carry the names of ONNX nodes where this release supports it. Raises ModelError on a refusal.
     """
     options: dict[str, Any] = {}
     if DEBUG_SYMBOLS in (migraphx.parse_onnx.__doc__ or ""):
@@ -100,11 +96,9 @@ def parse_onnx(migraphx: Any, model: Path, dims: Mapping[str, Sequence[int]]) ->
 
 
 def reread_float8(migraphx: Any, program: Any) -> Any:
-    """Rebuild a program with FP8 constants retyped from E4M3FNUZ to E4M3FN, bits unchanged.
-
-    All other types follow from the inputs'; a Q takes its type from its zero point. Names of ONNX nodes are
-    lost in releases whose `add_instruction` does not take them. An `EngineError` where programs cannot be
-    walked.
+    """Rebuild a program with FP8 constants retyped from E4M3FNUZ to E4M3FN, bits unchanged. All other types
+    follow from the inputs'; a Q takes its type from its zero point. Names of ONNX nodes are lost in releases
+    whose `add_instruction` does not take them. An `EngineError` where programs cannot be walked.
     """
     source = program.get_main_module()
     instructions = list(source)
@@ -114,20 +108,20 @@ def reread_float8(migraphx: Any, program: Any) -> Any:
     result = migraphx.program()
     main = result.get_main_module()
     passes_names = _SYMBOLS in (main.add_instruction.__doc__ or "")
-    made: dict[Any, Any] = {}
+    rebuilt: dict[Any, Any] = {}
     for instruction in instructions:
-        kind, inputs = instruction.name(), [made[each] for each in instruction.inputs()]
+        kind, inputs = instruction.name(), [rebuilt[each] for each in instruction.inputs()]
         if kind == "@literal":
-            made[instruction] = _add_literal(migraphx, main, instruction)
+            rebuilt[instruction] = _add_literal(migraphx, main, instruction)
         elif kind == "@param":
-            made[instruction] = main.add_parameter(next(names), instruction.shape())
+            rebuilt[instruction] = main.add_parameter(next(names), instruction.shape())
         elif kind == "@return":
-            made[instruction] = main.add_return(inputs)
+            rebuilt[instruction] = main.add_return(inputs)
         else:
             names_of = {}
             if passes_names and hasattr(instruction, "get_debug_symbols"):
                 names_of[_SYMBOLS] = sorted(instruction.get_debug_symbols())
-            made[instruction] = main.add_instruction(instruction.op(), inputs, **names_of)
+            rebuilt[instruction] = main.add_instruction(instruction.op(), inputs, **names_of)
     return result
 
 
@@ -203,9 +197,7 @@ def run_program(
     migraphx: Any, program: Any, inputs: Mapping[str, npt.NDArray[Any]]
 ) -> list[npt.NDArray[Any]]:
     """Run a compiled program on every parameter, in its type and shape; return copies of its outputs.
-
-    Inputs are referenced during the run, which `migraphx.argument` does not do. A failure is an
-    `EngineError`.
+    `migraphx.argument` does not keep inputs alive: they are held here. Raises EngineError.
     """
     held = {name: np.ascontiguousarray(value) for name, value in inputs.items()}
     arguments = {name: migraphx.argument(value) for name, value in held.items()}

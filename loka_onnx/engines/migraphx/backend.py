@@ -57,7 +57,7 @@ class MigraphxBackend(Backend):
 
     spec: ClassVar[BackendSpec] = MIGRAPHX
     options: ClassVar[Mapping[str, range]] = {"exhaustive_tune": range(2), "fast_math": range(2)}
-    """Whether to time every kernel for each product, which takes minutes; to approximate functions (1)."""
+    """Time every kernel for each product, which takes minutes (0); approximate functions (1)."""
     times_kernels: ClassVar[bool] = True
 
     def availability(self) -> Availability:

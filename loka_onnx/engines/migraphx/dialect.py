@@ -15,9 +15,8 @@ a residual beside a Q is replaced by its rounded values               `separate_
 RMSNormalization does not parse                                       `decompose_rms_norms`
 ====================================================================  =====================================
 
-A GPU drops pairs that are around no product. Plans for this backend have none: it is unknown what it moves in
-FP8, so that pairs stay at their products (`core.backends`). A program is never passed to ``quantize_*`` or
-``optimize_module``, which remove its pairs.
+A GPU drops pairs that are around no product; plans for this backend have none (`core.backends`). A program is
+never passed to ``quantize_*`` or ``optimize_module``, which remove its pairs.
 """
 
 from __future__ import annotations
@@ -64,8 +63,7 @@ FORMS: Mapping[str, Float8Form] = {
     # The reference target computes either; E4M3FNUZ needs no retyping.
     CPU: Float8Form.FNUZ,
 }
-"""Architectures whose products take FP8. gfx90a and gfx11 multiply FP32 where the graph has FP8, as a gfx950
-does with FNUZ."""
+"""Architectures whose products take FP8. gfx90a and gfx11 multiply FP32, as gfx950 does with FNUZ."""
 
 
 def write_dialect(model: onnx.ModelProto, folder: Path, form: Float8Form) -> onnx.ModelProto:

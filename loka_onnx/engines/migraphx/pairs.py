@@ -64,10 +64,8 @@ def explicit_zero_points(draft: GraphDraft) -> None:
 
 
 def rank_0_scales(draft: GraphDraft) -> None:
-    """Give per-tensor FP8 scales and zero points rank 0, stored in ``raw_data``.
-
-    MIGraphX throws when it broadcasts a scale of shape (1,), and reads FP8 values in ``int32_data`` as
-    numbers.
+    """Give per-tensor FP8 scales and zero points rank 0, in ``raw_data``. MIGraphX throws when it broadcasts
+    a scale of shape (1,), and reads FP8 values in ``int32_data`` as numbers.
     """
     for node in float8_nodes(draft):
         for index in (1, 2):

@@ -159,8 +159,7 @@ def float32_products(draft: GraphDraft, products: Iterable[Product]) -> None:
     Every BF16 and FP16 number is an FP32 number; Q's division and the sum are rounded once, in FP32, instead
     of in 16 bits. MIGraphX computes garbage with FP16 scales, requires one type of x and scale, and throws
     when the factors of an FP8 product are cast to BF16. The cast is behind the channels' scales because sums
-    of unscaled FP8 weights do not fit FP16. Other readers of dequantized values get them in the original
-    type.
+    of unscaled FP8 weights do not fit FP16. Other readers of the DQ get the original type.
     """
     base = _make_pairs_float32(draft)
     for product in products:

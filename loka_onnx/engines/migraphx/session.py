@@ -98,9 +98,8 @@ def read_engine(path: Path) -> MigraphxEngine:
 
 
 def why_not_run(architecture: str) -> str:
-    """Reason why this host cannot run programs for an architecture; empty when it can.
-
-    ROCm runs on the first visible GPU (``HIP_VISIBLE_DEVICES``), where another architecture's would fail.
+    """Reason why this host cannot run programs for an architecture; empty when it can. ROCm runs on the first
+    visible GPU (``HIP_VISIBLE_DEVICES``), where another architecture's would fail.
     """
     here = list_amd_architectures() if architecture != CPU else (CPU,)
     if here[:1] == (architecture,):

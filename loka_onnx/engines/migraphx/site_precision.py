@@ -6,25 +6,21 @@ MIGraphX multiplies FP8 only in ``quant_dot``: as that operator, in a kernel tha
 sites are therefore counted here.
 
 Printed names of ONNX nodes identify sites where the release has them. Otherwise the size does: K and N of the
-stored factor, the weight. Products that read one tensor may be merged into one of N₁ + N₂ columns, so that
-columns are added: where the columns of all FP8 products over K equal those of all FP8 sites over K, every
-such site runs in FP8. Where they do not, a product may be one site of its size or all sites that read one
-tensor; with fewer FP8 products of a size than that, the fallen-back sites are unknown, and all are reported
-as fallbacks.
+stored factor, the weight. Products that read one tensor may be merged into one of N₁ + N₂ columns: where the
+columns of all FP8 products over K equal those of all FP8 sites over K, every such site runs in FP8. Where
+they do not, a product may be one site of its size or all sites that read one tensor; with fewer FP8 products
+of a size than that, the fallen-back sites are unknown, and all are reported as fallbacks.
 
-The reference target keeps every Q and DQ and multiplies in the base precision: a site is simulated there when
-both factors come from a DQ of FP8.
+The reference target multiplies in the base precision: a site of two DQs of FP8 is simulated there.
 
-A program is printed with one line per instruction (``src/instruction.cpp`` of ROCm/AMDMIGraphX)::
+A program is printed with one line per instruction (``src/instruction.cpp`` of ROCm/AMDMIGraphX): name,
+operator with its attributes, inputs, type, lengths and strides; newer releases add ONNX nodes::
 
     module: "main"
     x = @param:x -> float_type, {8, 64}, {64, 1}
     @1 = @literal{ ... } -> fp8e4m3fnuz_type, {64, 32}, {32, 1}
     @5 = quant_dot(@4,@1) -> float_type, {8, 32}, {32, 1}
     @7 = gpu::code_object[code_object=4832,symbol_name=mlir_quant_dot_mul,…](@4,@1,@6) -> float_type, …  # fc0
-
-Name, operator with its attributes, inputs, element type, lengths and strides; newer releases add the names of
-the instruction's ONNX nodes.
 """
 
 from __future__ import annotations
@@ -61,12 +57,8 @@ _KERNEL = re.compile(r"symbol_name=(?P<kernel>\w+)")
 
 @dataclass(frozen=True)
 class Instruction:
-    """One instruction.
-
-    Attributes:
-        operation: Operator, for example ``quant_dot`` or ``gpu::code_object``.
-        type: Element type of its result, for example ``fp8e4m3fn``; empty where not printed.
-        symbols: Names of its ONNX nodes, where the release prints them.
+    """One instruction: its operator (``quant_dot``, ``gpu::code_object``), the element type of its result
+    (``fp8e4m3fn``; empty where not printed), and the names of its ONNX nodes, where the release prints them.
     """
 
     name: str
@@ -85,14 +77,14 @@ class Instruction:
     @property
     def kernel(self) -> str:
         """Kernel name of a code object; else operator and attributes."""
-        found = _KERNEL.search(self.attributes)
-        return found["kernel"] if found else f"{self.operation}{self.attributes}"
+        kernel = _KERNEL.search(self.attributes)
+        return kernel["kernel"] if kernel else f"{self.operation}{self.attributes}"
 
     @property
     def label(self) -> str:
         """Readable name: ``quant_dot @5``."""
-        found = _KERNEL.search(self.attributes)
-        return f"{found['kernel'] if found else self.operation} {self.name}"
+        kernel = _KERNEL.search(self.attributes)
+        return f"{kernel['kernel'] if kernel else self.operation} {self.name}"
 
 
 @dataclass(frozen=True)
@@ -114,8 +106,8 @@ class ProgramText:
 
 def parse_program(text: str) -> ProgramText:
     """Parse a printed program; lines without an instruction are skipped."""
-    found = (_parse_line(line) for line in text.splitlines())
-    return ProgramText({each.name: each for each in found if each is not None})
+    lines = (_parse_line(line) for line in text.splitlines())
+    return ProgramText({each.name: each for each in lines if each is not None})
 
 
 def _parse_line(line: str) -> Instruction | None:
@@ -143,12 +135,9 @@ def _parse_line(line: str) -> Instruction | None:
 
 @dataclass(frozen=True)
 class Product:
-    """A product of a compiled program.
-
-    Attributes:
-        factors: Types of the multiplied values: FP8 where they come from a DQ of FP8.
-        weight: K and N of the stored factor; None where both are computed.
-        is_float8: Whether the device multiplies FP8.
+    """A product of a compiled program. `factors` are the types of the multiplied values, FP8 where they come
+    from a DQ of FP8; `weight` is K and N of the stored factor, None where both are computed; `is_float8`: FP8
+    is multiplied.
     """
 
     instruction: Instruction
@@ -201,10 +190,9 @@ def products_of(program: ProgramText) -> tuple[Product, ...]:
 def _weight(
     program: ProgramText, product: Instruction, inputs: Sequence[Instruction], kind: str
 ) -> tuple[int, int] | None:
-    """K and N of the stored matrix of a product, with element type `kind` where given.
-
-    It is K × N as the second factor and N × K as the first, unless the kernel transposes it: N is a length of
-    the result, and K one of another input.
+    """K and N of the stored matrix of a product, with element type `kind` where given. It is K × N as the
+    second factor and N × K as the first, unless the kernel transposes it: N is in the result, and K in
+    another input.
     """
     possible = []
     for index, each in enumerate(inputs):

@@ -10,12 +10,11 @@ TensorRT       FP16, BF16 (strongly typed)         declined: it does not tell wh
 MIGraphX       FP32, FP16, BF16                    declined: MIGraphX does not parse E4M3FN
 =============  ==================================  =====================================================
 
-INT8 graphs are loaded with all optimizations, which fuse Q/DQ and product (`cpu_form`). A graph has
-FP8 or INT8, never both. A processor that adds the products in 16 bits is declined, as they saturate.
+INT8 graphs, which never hold FP8, are loaded with all optimizations, which fuse Q/DQ and product
+(`cpu_form`). A processor that adds the products in 16 bits is declined, as they saturate.
 
-Types of CUDA kernels: `docs/OperatorKernels.md` of ONNX Runtime. Some operators have an FP16 kernel but none
-for BF16 (ReduceMean, Reciprocal, Log, LeakyRelu, Pad, comparisons): a model with one in BF16 fails to load or
-runs it elsewhere, as the placement of the loaded engine shows. ``com.microsoft.GemmFloat8`` multiplies FP8 on
-CUDA, but is not used: it allocates device memory in every call, which is slow and cannot be captured into a
-CUDA graph.
+Some operators have an FP16 kernel on CUDA but none for BF16 (ReduceMean, Reciprocal, Log, LeakyRelu, Pad,
+comparisons; `docs/OperatorKernels.md` of ONNX Runtime): a model with one in BF16 fails to load or runs it
+elsewhere, as the placement of the loaded engine shows. ``com.microsoft.GemmFloat8`` multiplies FP8 on CUDA,
+but allocates device memory in every call, which is slow and cannot be captured into a CUDA graph.
 """

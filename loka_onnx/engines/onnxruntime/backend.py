@@ -218,9 +218,8 @@ class OnnxRuntimeBackend(Backend):
 
 
 class OnnxRuntimeTensorRtBackend(OnnxRuntimeBackend):
-    """ONNX Runtime with TensorRT's provider, and CUDA's for operators that it does not support.
-
-    Precision flags stay off, so that networks are strongly typed by the planned graph.
+    """ONNX Runtime with TensorRT's provider, and CUDA's for operators that it does not support. Precision
+    flags stay off, so that networks are strongly typed by the planned graph.
     """
 
     spec: ClassVar[BackendSpec] = ONNXRUNTIME_TENSORRT
@@ -267,10 +266,7 @@ def _write_integers(model: onnx.ModelProto, engine: Path, request: BuildRequest)
 
 
 def _first_that_loads(engine: Path, settings: IoBindingSettings, device: int) -> IoBindingSettings:
-    """Return the settings, without CUDA graphs where those cannot be recorded.
-
-    A node on the CPU, or one that allocates, prevents the recording.
-    """
+    """Return the settings, without CUDA graphs if a node on the CPU or an allocation prevents recording."""
     simpler = without_graphs(settings)
     try:
         IoBindingSession(engine, settings, device=device, writes=True).close()

@@ -4,26 +4,26 @@
 
     W · X + b = Conv(X, W, b)        W (O, C), X (batch, C, P), b (O, 1)
 
-The provider fuses bias and ReLU into a Conv, but not into such a product, as `conv_to_matmul` leaves it:
-without this rewrite, a layer in FP32 would be slower than its original Conv.
+The provider fuses bias and ReLU into a Conv, but not into such a product, as `conv_to_matmul` leaves it: a
+layer in FP32 would be slower than its original Conv.
 
 **A product and the Split of its channels**, as `merge_parallel_linears` writes them, become a product for
 each part: together they take the time of one, nothing is copied, and the ReLU and the Q behind are fused::
 
     Split(x · W + b) = (x · W₁ + b₁, …, x · Wₘ + bₘ)        (W₁, …, Wₘ) = Split(W), once, when it is loaded
 
-**A sum in front of a LayerNormalization** becomes a Sum. The optimizer fuses an Add of three axes and the
-norm behind it to a SkipLayerNormalization, which is 4 to 8 times slower (FP32, widths 32 to 2048).
+**A sum in front of a LayerNormalization** becomes a Sum: the optimizer fuses an Add of three axes and the
+norm to a SkipLayerNormalization, which is 4 to 8 times slower (FP32, widths 32 to 2048).
 
 **INT8 products** take the form that is fused to integer kernels. Biases become INT32::
 
     x · W + b ≈ sx·sw[c] · (Σ (qx − zx)·qw + b₃₂)        b₃₂ = round(b / (sx·sw[c]))
 
 A product whose float bias becomes a Gemm's, as that of a MatMul and an Add does, runs in FP32 otherwise. The
-bias moves by half a unit of the sum at most. One that is too large for INT32 is added by a Sum, which is not
-fused: the bias of a Gemm or an Add would be clipped without a word. Likewise what is added to a product and
-is no constant. A Relu behind a product stays only where a single Q with zero point 0 reads it, which clips
-alike: no product is fused before another Relu, which becomes Max(y, 0).
+bias moves by half a unit of the sum at most. One that is too large for INT32, which the bias of a Gemm or an
+Add would clip without a word, is added by a Sum, which is not fused; so is an addend that is no constant. A
+Relu behind a product stays only where a single Q with zero point 0 reads it, which clips alike; another
+becomes Max(y, 0), because no product is fused before a Relu.
 """
 
 from __future__ import annotations
@@ -50,7 +50,6 @@ _ZERO = "loka/integer/zero"
 
 def write_convolutions(model: onnx.ModelProto) -> int:
     """Rewrite a model in place and return the number of convolutions; external weights only change shape.
-
     Products in FP8, and those whose constants have other readers, are left alone.
     """
     graph = model.graph
@@ -248,8 +247,8 @@ class IntegerProducts:
         if any(attribute(product, name, 1.0) != 1.0 for name in ("alpha", "beta")):
             return []
         makers = [self._makers.get(name) for name in product.input[:2]]
-        found = [maker for maker in makers if maker is not None and self._is_integer(maker)]
-        return found if len(found) == len(makers) else []
+        factors = [maker for maker in makers if maker is not None and self._is_integer(maker)]
+        return factors if len(factors) == len(makers) else []
 
     def _is_integer(self, node: NodeProto) -> bool:
         kinds = {self._stored.get(name) for name in node.input[2:]}
@@ -278,9 +277,8 @@ class IntegerProducts:
         return dequantize
 
     def _summed(self, product: NodeProto, holder: NodeProto) -> NodeProto | None:
-        """Keep a bias in FP32; return the Sum behind a Gemm, None where the Add becomes one.
-
-        ONNX Runtime joins a Sum of two with its Gemm again, and the bias would saturate in INT32: it has a 0.
+        """Keep a bias in FP32; return the Sum behind a Gemm, None where the Add becomes one. ONNX Runtime
+        would join a Sum of two with its Gemm, and the bias would saturate in INT32: the Sum also gets a 0.
         """
         if holder is not product:
             holder.op_type = "Sum"

@@ -78,21 +78,21 @@ class FasterProducts:
             region = products.region(node)
             if not region:
                 continue
-            made = Names(part.output[0] for part in region)
+            outputs = Names(part.output[0] for part in region)
             by_tensor = {region[0].output[0]: Names({node.name})}
-            for unit in [unit for unit in units if unit[0] & {*made, region[0].input[0]}]:
+            for unit in [unit for unit in units if unit[0] & {*outputs, region[0].input[0]}]:
                 units.remove(unit)
-                made |= unit[0]
+                outputs |= unit[0]
                 for tensor, sites in unit[1].items():
                     by_tensor[tensor] = sites | by_tensor.get(tensor, Names())
-            units.append((made, by_tensor))
+            units.append((outputs, by_tensor))
         return units
 
     def _read(self, nodes: Names) -> Names:
-        """Return what nodes read and do not make, without constants."""
+        """Return inputs of a group of nodes that come from other nodes, without constants."""
         inside = [node for node in self._nodes if node.output[0] in nodes]
-        made = {name for node in inside for name in node.output}
-        return Names(reads_of(inside)) - made - self._stored - {""}
+        outputs = {name for node in inside for name in node.output}
+        return Names(reads_of(inside)) - outputs - self._stored - {""}
 
     def _entries(self, names: Names, sample: Arrays, size: int) -> Arrays:
         """Return tensors of one batch: that many rows of the sample, which is repeated."""

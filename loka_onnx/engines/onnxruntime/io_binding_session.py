@@ -69,15 +69,10 @@ class IoBindingSession(Runner):
     """A model on a provider, with fixed buffers where its settings name batch sizes.
 
     Opening runs every size once on zeros: that allocates its memory, lets a provider compile for it, and
-    records its CUDA graph. Calls from several threads run one after the other.
-
-    Args:
-        writes: Whether the provider keeps its programs beside the engine, as during a build; otherwise it
-            gets a copy to write into, because an engine's files do not change.
-
-    Raises:
-        ModelError: ONNX Runtime refuses the model, or an axis other than the batch is dynamic.
-        EngineError: The provider does not start, or the model fails on a batch.
+    records its CUDA graph. Calls from several threads run one after the other. With `writes`, as during a
+    build, the provider keeps its programs beside the engine; else it writes into a copy, because an engine's
+    files do not change. Raises ModelError if ONNX Runtime refuses the model, or an axis other than the batch
+    is dynamic; EngineError if the provider does not start, or the model fails on a batch.
     """
 
     def __init__(
@@ -288,11 +283,11 @@ class IoBindingSession(Runner):
 
     def _fill(self, bound: _Buffers, inputs: Arrays) -> None:
         for name, value in inputs.items():
-            held = tuple(bound.inputs[name].shape())
-            if value.shape != held:
+            shape = tuple(bound.inputs[name].shape())
+            if value.shape != shape:
                 raise EngineError(
                     f"E0867 input '{name}' has another shape than the engine",
-                    evidence=f"a row of {list(value.shape[1:])}, not {list(held[1:])}",
+                    evidence=f"a row of {list(value.shape[1:])}, not {list(shape[1:])}",
                     remedy="send what the model's input takes",
                 )
             self._try(partial(bound.inputs[name].update_inplace, value))
@@ -313,13 +308,9 @@ class IoBindingSession(Runner):
 def open_io_binding(
     engine: Path, backend: str, architecture: str, version: str = "", threads: int = 0
 ) -> IoBindingSession:
-    """Load an engine with the settings beside it, on the first GPU of its architecture.
-
-    Args:
-        version: Expected version of ONNX Runtime; not checked when empty.
-
-    Raises:
-        EngineError: Settings or compiled programs do not belong to it, or this host cannot run it.
+    """Load an engine with the settings beside it, on the first GPU of its architecture; an empty `version` of
+    ONNX Runtime is not checked. Raises EngineError if settings or programs are not its own, or this host
+    cannot run it.
     """
     settings = serde.read(IoBindingSettings, engine.with_name(SETTINGS_FILE))
     provider = provider_for(backend, architecture)

@@ -36,16 +36,10 @@ _NO_FLOAT8 = {
 
 @dataclass(frozen=True)
 class IoBindingSettings:
-    """Settings of an engine; the document beside it.
-
-    Attributes:
-        version: ONNX Runtime that built it.
-        options: Options of the provider, other than the device and the directory of its programs.
-        sizes: Batch sizes with fixed buffers, ascending; empty: every batch runs unpadded.
-        programs: Whether the provider's programs are in `PROGRAMS`.
-
-    Raises:
-        EngineError: The provider or an option is unknown, or sizes are out of order.
+    """Settings of an engine, in the document beside it: provider, version of ONNX Runtime that built it, and
+    options of the provider but the device and the directory of its programs. `sizes` are batch sizes with
+    fixed buffers, ascending; if empty, every batch runs unpadded. With `programs`, the provider's programs
+    are in `PROGRAMS`. Raises EngineError for an unknown provider or option, or sizes out of order.
     """
 
     SCHEMA: ClassVar[str] = "onnxruntime-engine/1"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from loka_onnx.core.installation import cache_directory
-from loka_onnx.errors import ConfigError, EngineError, MissingPackage, ModelError
+from loka_onnx.errors import ConfigError, EngineError, MissingPackage, ModelError, line_of
 from loka_onnx.sessions.backends import in_phrase
 from loka_onnx.sessions.cuda import list_cuda_devices
 from loka_onnx.sessions.host_devices import list_amd_architectures
@@ -30,7 +30,7 @@ class Provider:
         name: ONNX Runtime's name.
         package: Optional dependency of this project that provides it.
         memory: ONNX Runtime's name for the memory of inputs and outputs; "cpu" for a provider that copies.
-        compiles: Whether it compiles subgraphs to programs, for one architecture and one version.
+        compiles: It compiles subgraphs to programs, for one architecture and one version.
         graph_option: Option that records runs on fixed buffers as CUDA graphs, if it has one.
         options: Options that an engine's settings may set; none names a file or a library.
     """
@@ -101,9 +101,8 @@ def provider_chain(
     programs: Path | None,
     timing: Path | None = None,
 ) -> list[tuple[str, dict[str, str]]]:
-    """Providers of a session in order; each runs what the ones before do not support.
-
-    Compiled programs and kernel timings are kept in `programs` and `timing`, where given.
+    """Providers of a session in order; each runs what the ones before do not support. Compiled programs and
+    kernel timings are kept in `programs` and `timing`, where given.
     """
     if provider.key == CPU.key:
         return [(CPU.name, {})]
@@ -171,24 +170,18 @@ class PlacedNode:
 
 
 def start_session(engine: Path, settings: Any, chain: list[tuple[str, dict[str, str]]]) -> Any:
-    """Start an `onnxruntime.InferenceSession` that runs on the first provider of a `provider_chain`.
-
-    Raises:
-        ModelError: ONNX Runtime refuses the model.
-        EngineError: The provider does not start: ONNX Runtime only logs that it falls back to the CPU.
+    """Start an `onnxruntime.InferenceSession` that runs on the first provider of a `provider_chain`. Raises
+    ModelError if ONNX Runtime refuses the model, EngineError if the provider does not start: ONNX Runtime
+    only logs that it falls back to the CPU.
     """
     ort = import_onnxruntime()
     name = chain[0][0]
     if name in {CUDA.name, TENSORRT.name} and hasattr(ort, "preload_dlls"):
         # CUDA and cuDNN may be Python packages, which the dynamic linker does not search.
         ort.preload_dlls()
-    try:
+    # onnxruntime raises errors of unrelated types.
+    with ModelError(f"E0880 ONNX Runtime refuses '{engine}' on {name}").in_place_of(Exception, words=line_of):
         session = ort.InferenceSession(os.fspath(engine), settings, providers=chain, enable_fallback=0)
-    except Exception as error:
-        # onnxruntime raises errors of unrelated types.
-        raise ModelError(
-            f"E0880 ONNX Runtime refuses '{engine}' on {name}", evidence=str(error).splitlines()[0][:400]
-        ) from error
     started = session.get_providers()
     if started[0] != name:
         raise EngineError(
@@ -202,10 +195,9 @@ def start_session(engine: Path, settings: Any, chain: list[tuple[str, dict[str, 
 
 
 def session_options(engine: Path, provider: Provider) -> Any:
-    """`onnxruntime.SessionOptions` for an engine that keep values exact and record placement.
-
-    A provider that compiles gets the original graph, because it has its own optimizer and patterns. Otherwise
-    a graph with FP8 is not optimized above BASIC (see `onnx_session`).
+    """`onnxruntime.SessionOptions` for an engine that keep values exact and record placement. A provider that
+    compiles gets the original graph, because it has its own optimizer and patterns. Otherwise a graph with
+    FP8 is not optimized above BASIC (see `onnx_session`).
     """
     ort = import_onnxruntime()
     settings = ort.SessionOptions()

@@ -34,13 +34,10 @@ SHOWN = 20
 
 @dataclass(frozen=True)
 class Graphs:
-    """Graphs from which the precision of sites is read.
-
-    Attributes:
-        before: The engine's original graph.
-        after: The graph that ONNX Runtime optimized; `before` where a provider compiles it.
-        is_fp32: Whether everything but FP8 is FP32 whatever the plan's base, as in simulated FP8.
-        integers: The graph at the optimization level that INT8 engines are loaded at; None without INT8.
+    """Graphs from which the precision of sites is read: the engine's original one (`before`), and the one
+    that ONNX Runtime optimized (`after`; `before` where a provider compiles it). With `is_fp32`, everything
+    but FP8 is FP32 whatever the plan's base, as in simulated FP8. `integers` is the graph at the optimization
+    level that INT8 engines are loaded at; None without INT8.
     """
 
     before: OperandReader

@@ -7,8 +7,7 @@ A row is stored in d + 4 bytes instead of 4·d::
 
 Each value moves by s[r] / 2 at most, whatever other rows hold, and a row of zeros (padding) stays exactly
 zero. Ids are not constant, so that the optimizer folds none of it back into FP32. Declined, with the reason:
-tables that something else reads than a Gather along axis 0, that hold no finite numbers, or that would not
-shrink.
+tables with other readers than Gather along axis 0, with NaN or infinity, or that would not shrink.
 """
 
 from __future__ import annotations
@@ -38,9 +37,8 @@ MATRIX = 2
 
 @dataclass(frozen=True)
 class StoredTables:
-    """Names of the tables that were written in INT8, and the reason of each other one.
-
-    `locations` are the files beside the model that held written ones.
+    """Names of the tables that were written in INT8, and the reason of each other one. `locations` are the
+    files beside the model that held written ones.
     """
 
     written: tuple[str, ...]
@@ -80,17 +78,16 @@ def _table(node: NodeProto) -> str:
 
 
 def _lookups(model: onnx.ModelProto) -> dict[str, list[NodeProto]]:
-    """Lookups of each FP32 matrix."""
     matrices = {
         tensor.name
         for tensor in model.graph.initializer
         if tensor.data_type == TensorProto.FLOAT and len(tensor.dims) == MATRIX
     }
-    found: defaultdict[str, list[NodeProto]] = defaultdict(list)
+    lookups: defaultdict[str, list[NodeProto]] = defaultdict(list)
     for node in model.graph.node:
         if _table(node) in matrices:
-            found[_table(node)].append(node)
-    return found
+            lookups[_table(node)].append(node)
+    return lookups
 
 
 def _why_not(
@@ -112,7 +109,6 @@ def _why_not(
 
 
 def _rows(lookup: NodeProto) -> list[NodeProto]:
-    """Nodes that compute the rows of a lookup."""
     (table, ids), rows, name = lookup.input, lookup.output[0], lookup.name or lookup.output[0]
     narrow, wide, scale = f"{rows}/int8", f"{rows}/float", f"{rows}/scale"
     return [

@@ -42,7 +42,8 @@ def triton_form(source: Source) -> Form | Refusal:
         # One session is safe to run from several threads, and holds weights and tables once.
         parameters["share_session_between_instances"] = "true"
     model = model_of(source, ("onnxruntime", "onnxruntime_onnx", file), settings.sizes if settings else ())
-    copied = [ModelFile(f"{VERSION}/{name}", f"{source.folder}/{name}") for name in data]
+    folder = source.entry.path.rpartition("/")[0]
+    copied = [ModelFile(f"{VERSION}/{name}", f"{folder}/{name}") for name in data]
     model = replace(model, files=(*model.files, *copied), optimization=optimization, parameters=parameters)
     return Form(model, remarks)
 
@@ -55,7 +56,7 @@ def _settings(source: Source) -> IoBindingSettings | None:
 def _session(
     source: Source, provider: Provider, settings: IoBindingSettings | None
 ) -> tuple[Fields, tuple[str, ...]]:
-    """Fields of the optimization policy, and what could not be said in them."""
+    """Fields of the optimization policy, and remarks on settings that it cannot hold."""
     remarks: list[str] = []
     fields: list[tuple[str, Any]] = []
     is_float8 = holds_float8(onnx.load(os.fspath(source.path), load_external_data=False))
@@ -65,10 +66,10 @@ def _session(
         remarks.append("graph optimizations are off: with them, ONNX Runtime changes the values of FP8")
     if is_float8 or provider.compiles:
         fields.append(("graph", (("level", DISABLE_ALL),)))
-    told = {} if settings is None else settings.options
+    options = {} if settings is None else settings.options
     accelerators: list[Fields] = []
     if provider.key == TENSORRT.key:
-        profiles = {name: value for name, value in told.items() if name != "trt_cuda_graph_enable"}
+        profiles = {name: value for name, value in options.items() if name != "trt_cuda_graph_enable"}
         accelerators.append(_accelerator("tensorrt", profiles))
         accelerators.append(_accelerator("cuda", {"use_tf32": "0"}))
         remarks.append(
@@ -76,7 +77,7 @@ def _session(
             "the server, which a repository cannot know (`trt_engine_cache_path`)"
         )
     if provider.key == CUDA.key:
-        kept = {"use_tf32": "0"} | {name: told[name] for name in CUDA_OPTIONS if name in told}
+        kept = {"use_tf32": "0"} | {name: options[name] for name in CUDA_OPTIONS if name in options}
         accelerators.append(_accelerator("cuda", kept))
     if accelerators:
         gpu: Fields = tuple(("gpu_execution_accelerator", fields) for fields in accelerators)

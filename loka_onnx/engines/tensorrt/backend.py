@@ -1,9 +1,8 @@
 """TensorRT, and TensorRT for RTX: FP8 and INT8 engines for NVIDIA GPUs.
 
-TensorRT's builder times tactics on the GPU that the engine is for, so that it gets the device alone, and its
-timings are kept for the next build (`build`). TensorRT for RTX builds without a GPU, and compiles
-kernels when it loads. FP8 and INT8 sites are read from each engine, because both fall back silently
-(`site_precision`).
+TensorRT's builder times tactics on the GPU that the engine is for: it gets the device alone, and its timings
+are kept for the next build (`build`). TensorRT for RTX builds without a GPU, and compiles kernels when it
+loads. FP8 and INT8 sites are read from each engine, because both fall back silently (`site_precision`).
 
 Compiled graphs of TensorRT for RTX 1.7.1 for sm89 and sm120, base BF16, FP16 or FP32 (tests repeat it):
 
@@ -19,8 +18,7 @@ Transpose or Flatten between DQ and product                 FP8 × FP8
 LayerNormalization → Q                                      Q is part of the norm's kernel
 ==========================================================  =============================================
 
-The table holds for INT8 with zero point 0 too, and there for sm75 (base FP16) and sm86. TensorRT for RTX
-refuses UINT8 and other zero points.
+The same holds for INT8 with zero point 0, also on sm75 (FP16) and sm86; UINT8 and other zero points fail.
 
 * An FP8 product is a kernel of its own: bias, activation and the next Q form a second one, which a BF16
   product absorbs (``FcAddRelu``). A small FP8 site therefore costs another pass over its output.

@@ -1,20 +1,18 @@
 """Build of a strongly typed engine through the TensorRT API.
 
-The vendor module is a parameter of `build_engine`: the calls are equal in `tensorrt_rtx` and in `tensorrt` 10
-and 11. Features that some lack are detected by attribute, not by version (`STRONGLY_TYPED` is required by 10
-and gone from others; only TensorRT for RTX selects compute capabilities). Precision flags are never set:
-precision comes from the graph alone.
+The calls are equal in `tensorrt_rtx` and in `tensorrt` 10 and 11. Features that some lack are detected by
+attribute, not by version (`STRONGLY_TYPED` is required by 10 and gone from others; only TensorRT for RTX
+selects compute capabilities). Precision flags are never set: precision comes from the graph alone.
 
 The first optimization profile covers all batch sizes, tuned for the one served most. TensorRT measures
 tactics for the tuned size, and can fold more for a fixed size; with `profile_each_size` each served size
-therefore gets a profile of its own behind the first, which the session prefers. Each profile costs the build
-time of the first.
+therefore gets a profile of its own behind the first, which the session prefers. Each costs the time of the
+first.
 
 Half of a build is measuring tactics. TensorRT can reuse the measurements of an earlier build for the same
-device and version (NVIDIA's developer guide, "Timing Cache"), so that each has a file below
-`core.installation`. Parallel builds share it: a file is replaced as a whole, after merging another
-process's changes under a lock. The first of conflicting entries stays. A cache that TensorRT refuses, or that
-cannot be written, costs time but fails no build.
+device and version (NVIDIA's developer guide, "Timing Cache"), which have a file below `core.installation`. A
+build replaces the file as a whole, after merging another process's changes under a lock; the first of
+conflicting entries stays. A cache that is refused, or cannot be written, fails no build.
 """
 
 from __future__ import annotations
@@ -50,8 +48,8 @@ class BuildSettings:
         optimization_level: Effort of the builder's search, 0 to 5.
         workspace_mib: Most scratch memory of a tactic.
         timing_cache: File of the timing cache; None for no cache.
-        profile_each_size: Whether each of `batch.sizes` has a profile of its own.
-        rtx_dialect: Whether to rewrite the model for TensorRT for RTX (`dialect`).
+        profile_each_size: Give each of `batch.sizes` a profile of its own.
+        rtx_dialect: Rewrite the model for TensorRT for RTX (`dialect`).
     """
 
     architecture: str
@@ -64,9 +62,8 @@ class BuildSettings:
 
 
 def build_engine(trt: Any, model: Path, settings: BuildSettings, target: Path) -> None:
-    """Build and write one serialized engine of an ONNX file, whose external data is beside it.
-
-    Raises ModelError if the parser refuses the model, EngineError if the builder fails.
+    """Build and write one serialized engine of an ONNX file, whose external data is beside it. Raises
+    ModelError if the parser refuses the model, EngineError if the builder fails.
     """
     logger = _make_logger(trt)
     builder = trt.Builder(logger)
@@ -202,26 +199,23 @@ def timing_cache_file(module: str, version: str, device: str, architecture: str)
 
 @dataclass
 class TimingCache:
-    """The timing cache of one build.
-
-    `found` is the file's content at its start; the configuration does not keep `attached` alive.
-    """
+    """The timing cache of one build; `before` is the file's content at its start, `attached` stays alive."""
 
     file: Path
-    found: bytes = b""
+    before: bytes = b""
     attached: object = None
 
     def attach(self, config: Any) -> None:
         """Add earlier measurements to a builder configuration."""
-        self.found = self._read()
-        cache = self.attached = config.create_timing_cache(self.found)
+        self.before = self._read()
+        cache = self.attached = config.create_timing_cache(self.before)
         if cache is not None and config.set_timing_cache(cache, ignore_mismatch=False):
-            print(f"timing cache '{self.file}': {len(self.found)} bytes", flush=True)
+            print(f"timing cache '{self.file}': {len(self.before)} bytes", flush=True)
             return
         print(
             f"timing cache '{self.file}' is of another device or version, or damaged: begun anew", flush=True
         )
-        self.found = b""
+        self.before = b""
         cache = self.attached = config.create_timing_cache(b"")
         config.set_timing_cache(cache, ignore_mismatch=False)
 
@@ -236,7 +230,7 @@ class TimingCache:
             with os.fdopen(lock):
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 now = self._read()
-                if now not in {b"", self.found}:
+                if now not in {b"", self.before}:
                     other = config.create_timing_cache(now)
                     if other is not None and not cache.combine(other, ignore_mismatch=False):
                         print(f"timing cache '{self.file}' of another process is not merged", flush=True)

@@ -45,12 +45,9 @@ LAYER = re.compile(r"\[ONNX Layer: (.*?)\](?=\x1f|$|\[ONNX Layer: )", re.DOTALL)
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor of the compiled graph, whose names are other than in the ONNX graph.
-
-    Attributes:
-        type: Element type as the compiler spells it: ``fp8_e4m3``, ``bf16``, ``half``, ``float``, …
-        constant_bytes: Size of a constant in the engine, else 0.
-        base: Tensor of which this is a view (``sub_tensor``), or its own name.
+    """A tensor of the compiled graph, whose names are other than in the ONNX graph: its element type as the
+    compiler spells it (``fp8_e4m3``, ``bf16``, ``half``, ``float``, …), its size as a constant of the engine,
+    else 0, and the tensor of which it is a view (``sub_tensor``), or its own name.
     """
 
     type: str
@@ -111,8 +108,8 @@ def read_compiled_graphs(engine: Path) -> tuple[CompiledGraph, ...]:
 def compiled_graph_texts(engine: Path) -> tuple[str, ...]:
     """Extract the text of every compiled graph from a serialized engine."""
     with engine.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        found = (TEXT.match(data, start.start()) for start in SECTION_START.finditer(data))
-        return tuple(match.group().decode("latin-1") for match in found if match is not None)
+        matches = (TEXT.match(data, start.start()) for start in SECTION_START.finditer(data))
+        return tuple(match.group().decode("latin-1") for match in matches if match is not None)
 
 
 def parse_compiled_graph(text: str) -> CompiledGraph:

@@ -10,8 +10,7 @@ The sum is computed in the lookup's kernel; behind Concat it would cost two more
 
 `split_by_heads`: sites that share an input are one product and a Split of its columns, and attention reads
 each part by heads. Behind FP8 with a scale per output channel, the compiler cuts that product along the parts
-and multiplies in the base precision. It does not when the columns are split by heads, the same movement of
-values::
+and multiplies in the base precision. It does not when they are split by heads, the same movement::
 
     q, k, v = Split(p),  H·D columns each;     Reshape(q) : (…, H, D),  …
     Split(Reshape(p) : (…, ΣH, D)),  H heads each
@@ -112,10 +111,9 @@ def _integers(draft: GraphDraft, name: str) -> tuple[int, ...] | None:
 
 
 def _keeps_rows(split: Node, lead: Sequence[int]) -> bool:
-    """True if the Split cuts the last axis, and `lead` is valid for the whole as for a part.
-
-    A -1 follows from the rest, which is in proportion. A 0 copies the size of an axis, which must not be the
-    cut one; the last axis of a product is not its first.
+    """True if the Split cuts the last axis, and `lead` is valid for the whole as for a part. A -1 follows
+    from the rest, which is in proportion. A 0 copies the size of an axis, which must not be the cut one; the
+    last axis of a product is not its first.
     """
     axis = attribute(split, "axis", 0)
     return 0 not in lead[1:] if axis == -1 else axis == len(lead)

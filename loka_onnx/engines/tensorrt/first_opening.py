@@ -30,9 +30,8 @@ BEGUN, REFUSED = "loka-onnx: opening", 3
 
 
 def check_opens(module: str, version: str, engine: Path, device: CudaDevice) -> None:
-    """Open and close an engine in a child process, unless it has opened here before.
-
-    An `EngineError` where the child ends meanwhile; a refusal passes: the next opening raises it.
+    """Open and close an engine in a child process, unless it has opened here before. Raises EngineError if
+    the child ends meanwhile; a refusal passes: the next opening raises it.
     """
     known = [digest_file(engine), module, version, driver_version(), device.name, device.index]
     marker = cache_directory() / "opened" / digest_json(known)

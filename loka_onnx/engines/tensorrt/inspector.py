@@ -48,9 +48,8 @@ ONNX_NODE = re.compile(r"\[ONNX Layer: (.*?)\](?=[\x1e\x1f]|$|\[ONNX Layer: )", 
 
 @dataclass(frozen=True)
 class LayerTensor:
-    """An input, output or constant of a layer; `type` is a value of `TYPES` or the inspector's text.
-
-    Weights may have no name, `shape` is empty where it is missing, `elements` is None where one is unknown.
+    """An input, output or constant of a layer; `type` is a value of `TYPES` or the inspector's text. Weights
+    may have no name, `shape` is empty where it is missing, `elements` is None where one is unknown.
     """
 
     name: str
@@ -62,7 +61,6 @@ class LayerTensor:
 @dataclass(frozen=True)
 class EngineLayer:
     """A layer of an engine (``gemm``, ``kgen``, ``CaskConvolution``, …): one kernel, or a call of a library.
-
     `tactic` names its kernel and may be missing; `nodes` are its ONNX nodes.
     """
 

@@ -1,7 +1,6 @@
 """Session of a serialized engine, through the TensorRT API and the CUDA driver.
 
-The vendor module is a parameter of `TensorRtSession`: the calls are equal in `tensorrt_rtx` and `tensorrt` 10
-and 11.
+The vendor module is a parameter: the calls are equal in `tensorrt_rtx` and `tensorrt` 10 and 11.
 
 A batch is copied into page-locked memory, to the device, run, and copied back, all queued on one stream. The
 second time that a tuned batch size comes, this work is captured into a CUDA graph, and is a single launch
@@ -51,11 +50,8 @@ NUMPY_TYPES: Mapping[str, npt.DTypeLike] = {
 def open_engine(
     spec: TensorRtSpec, engine: Path, architecture: str, version: str = "", *, is_new: bool = False
 ) -> TensorRtSession:
-    """Deserialize an engine on the first GPU of its architecture, after the driver has answered.
-
-    Args:
-        version: Version of the library that built it; not checked when empty.
-        is_new: Whether it may never have been opened on this host, so that a child process opens it first.
+    """Deserialize an engine on the first GPU of its architecture, after the driver has answered; an empty
+    `version` of the library is not checked. With `is_new`, a child process opens it first (`first_opening`).
     """
     trt = spec.load_library()
     here = str(trt.__version__)
@@ -77,14 +73,9 @@ def open_engine(
 
 @dataclass
 class _Instance:
-    """An execution context with its graphs and current state.
-
-    Attributes:
-        is_captured: Whether its work becomes a CUDA graph: it serves a single batch size.
-        moves: `CudaContext.moves` when its buffers were set.
-        is_warm: Whether it has run with these shapes and buffers.
-        graph: Graph of a batch: copies to the device, the engine, copies back.
-        engine_graph: Graph of the engine alone.
+    """An execution context with its graphs and current state: `moves` is `CudaContext.moves` when its buffers
+    were set; `is_warm` once it has run with these shapes and buffers. One that serves a single batch size
+    `is_captured`: `graph` copies a batch in, runs and copies back; `engine_graph` runs.
     """
 
     context: Any
@@ -156,11 +147,11 @@ class TensorRtSession(Runner):
         with self._lock:
             instance = self._hand_over(inputs)
             self._execute(instance)
-            given = {name: inputs[name].shape for name in self._inputs}
+            shapes = {name: inputs[name].shape for name in self._inputs}
             answer = {}
             for name, shape in instance.outputs.items():
                 staged = self._cuda.staging(name, shape, self._types[name])
-                answer[name] = staged[tuple(map(slice, self._cut(name, shape, given)))].copy()
+                answer[name] = staged[tuple(map(slice, self._cut(name, shape, shapes)))].copy()
             return answer
 
     @property

@@ -48,14 +48,9 @@ PlannedSites = Sequence[tuple[Site, Precision]]
 
 @dataclass(frozen=True)
 class _Kernel:
-    """A kernel of a site.
-
-    Attributes:
-        types: Types of all inputs in `OPERANDS`.
-        factors: Types of what it multiplies; empty where it is no product.
-        is_fused: It is a generated kernel with more than a product.
-        tf32: Evidence that FP32 is rounded to TF32; empty where it is not.
-        remark: What else the report says where it engages.
+    """A kernel of a site: types of all inputs in `OPERANDS`, and of the `factors` that it multiplies, empty
+    where it is no product. `is_fused`: a generated kernel with more than a product; `tf32`: evidence that
+    FP32 is rounded to TF32, if it is; `remark`: an addition to the report where it engages.
     """
 
     label: str
@@ -174,10 +169,9 @@ def _kernel_of_layer(site: Site, layer: EngineLayer) -> _Kernel:
 
 
 def _factors(site: Site, layer: EngineLayer) -> tuple[str, ...]:
-    """Types of a product's factors; of the activation alone where the weight is not listed.
-
-    Biases and scales are vectors. A residual of the layer has its output's shape, and follows the factors. A
-    constant is the weight, alone or merged along N, where its size is a multiple of the site's.
+    """Types of a product's factors; of the activation alone where the weight is not listed. Biases and scales
+    are vectors. A residual of the layer has its output's shape, and follows the factors. A constant is the
+    weight, alone or merged along N, where its size is a multiple of the site's.
     """
     outputs = [tensor.shape for tensor in layer.outputs]
     matrices = [tensor for tensor in layer.inputs if tensor.type in OPERANDS and len(tensor.shape) > 1]

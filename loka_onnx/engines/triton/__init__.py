@@ -1,1 +1,1 @@
-"""Forms in which NVIDIA Triton serves engines: what the `triton.py` of each backend builds on."""
+"""Forms in which NVIDIA Triton serves engines; the `triton.py` of each backend builds on them."""

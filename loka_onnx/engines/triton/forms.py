@@ -29,13 +29,8 @@ ON_CPU, ON_GPU, BY_MODEL = "KIND_CPU", "KIND_GPU", "KIND_MODEL"
 
 @dataclass(frozen=True)
 class Source:
-    """An engine of a bundle, as a form takes it.
-
-    Attributes:
-        bundle: Directory of the verified bundle.
-        name: Name of the model to make; `parameters` state its origin.
-        sample: One array per input.
-        instances: Instances of the model on each device.
+    """An engine of a bundle (a verified directory), for the model `name`; `parameters` state its origin,
+    `sample` has one array per input, `instances` is for each device.
     """
 
     bundle: Path
@@ -52,15 +47,10 @@ class Source:
         """The engine file."""
         return self.bundle / self.entry.path
 
-    @property
-    def folder(self) -> str:
-        """Directory of the engine file, relative to the bundle."""
-        return self.entry.path.rpartition("/")[0]
-
 
 @dataclass(frozen=True)
 class Form:
-    """A model, and what Triton does otherwise than this project's own loader."""
+    """A model, and remarks on differences between Triton and this project's own loader."""
 
     model: BackendModel
     remarks: tuple[str, ...] = ()
@@ -68,20 +58,20 @@ class Form:
 
 @dataclass(frozen=True)
 class Refusal:
-    """Reason why Triton does not serve an engine, and what serves it instead."""
+    """Reason why Triton does not serve an engine, and the way to serve it instead."""
 
     reason: str
 
 
 def form_of(source: Source) -> Form | Refusal:
-    """The model that serves an engine, or why there is none; a `BundleError` as of `ports_of`."""
+    """Return the model that serves an engine, or the reason why there is none; raises as `ports_of`."""
     if not has_spec(source.entry.backend):
         return Refusal(f"Triton has no backend for engines of {source.entry.backend}")
     spec = get_spec(source.entry.backend)
     if not spec.triton:
         return Refusal(f"{spec.no_triton}: serve it with `loka-onnx bundle serve`")
-    made: Form | Refusal = resolve(spec.triton)(source)
-    return made
+    form: Form | Refusal = resolve(spec.triton)(source)
+    return form
 
 
 def model_of(
@@ -90,12 +80,8 @@ def model_of(
     sizes: Sequence[int],
     names: Mapping[str, str] | None = None,
 ) -> BackendModel:
-    """Return the common part of a form.
-
-    Args:
-        served_by: Backend, platform and name of the model file.
-        sizes: Batch sizes of the build; if empty, those that were measured.
-        names: Triton's names of inputs and outputs, by those in the bundle; None: the same names.
+    """Return the common part of a form, `served_by` a backend, platform and model file. Without `sizes` of
+    the build, those that were measured count; `names` are Triton's of inputs and outputs, None for the same.
     """
     backend, platform, file = served_by
     entry = source.entry

@@ -77,8 +77,7 @@ class Port:
 
 
 def ports_of(specs: tuple[TensorSpec, ...], names: Mapping[str, str] | None = None) -> tuple[Port, ...]:
-    """Ports of tensors of a bundle, under the same names in Triton unless `names` has others.
-
+    """Ports of tensors of a bundle, under the same names in Triton unless `names` has others. Raises
     BundleError for a tensor without a batch, or of an element type that Triton's protocol lacks.
     """
     ports = []
@@ -102,13 +101,9 @@ def ports_of(specs: tuple[TensorSpec, ...], names: Mapping[str, str] | None = No
 
 @dataclass(frozen=True)
 class TritonOptions:
-    """Options of a repository.
-
-    Attributes:
-        name: Name of the model that clients call; every other model's name begins with it.
-        engines: Ids of the engines to serve besides the FP32 model; all that Triton can serve when empty.
-        instances: Instances of each model on each device.
-        queue_delay_us: Longest time that a request waits for others to share its batch, microseconds.
+    """Options of a repository: name of the model that clients call, with which every other model's begins;
+    ids of the engines to serve besides the FP32 model, all that Triton can serve if empty; instances of each
+    model on each device; longest time that a request waits for others to share its batch, microseconds.
     """
 
     name: str
@@ -140,7 +135,6 @@ class TritonOptions:
 @dataclass(frozen=True)
 class ModelFile:
     """One file of a model, relative to its directory: a copy of `source` in the bundle, or `content`.
-
     `program` is a program of an AOTInductor package that is renamed as it is copied.
     """
 
@@ -163,7 +157,7 @@ class BackendModel:
         warmup: Name of the file that holds the first row of an input, by the input's name.
         warmup_dims: Shape of that row, by the input's name.
         optimization: Fields of `ModelOptimizationPolicy`.
-        queues: Whether requests wait for others; those of a step in front of another do not.
+        queues: Requests wait for others; those of a step in front of another do not.
     """
 
     name: str
@@ -239,9 +233,8 @@ class Step:
 
 @dataclass(frozen=True)
 class Ensemble:
-    """Models one after the other, under one name; no step takes fewer rows than `maximum`.
-
-    The server passes tensors on, and refuses an input that no step reads.
+    """Models one after the other, under one name; no step takes fewer rows than `maximum`. The server passes
+    tensors on, and refuses an input that no step reads.
     """
 
     name: str

@@ -62,7 +62,7 @@ class BundleFacts:
 def diff_bundles(a: Path, b: Path) -> Difference:
     """Verify two bundles, each a directory or a single file, and compare them.
 
-    Raises BundleInvalid where one does not verify, UserError where its plans are of another version.
+    Raises BundleInvalid if one does not verify, UserError if its plans are of another version.
     """
     with ExitStack() as stack:
         before, after = (_read(path, stack) for path in (a, b))
@@ -330,7 +330,6 @@ def _joined(path: tuple[str, ...]) -> str:
 
 
 def _text(value: Any) -> str:
-    """A value in one line."""
     if isinstance(value, Mapping):
         return ", ".join(f"{key} {_text(item)}" for key, item in value.items() if item not in ({}, [], ""))
     if isinstance(value, list):

@@ -57,12 +57,9 @@ from loka_onnx.sessions.host_devices import is_target
 
 @dataclass(frozen=True)
 class CompareOptions:
-    """Options of comparing two deployments.
+    """Options of comparing two deployments; without `batches`, sizes are those of their own timings.
 
-    Attributes:
-        batches: Rows per request to serve; empty for the sizes that they were timed at when they were made.
-        seconds: Time for each side at each batch size, over all loads.
-        loads: How many times both are loaded to be timed: at least once, and twice for an interval.
+    `seconds` is the time for each side at each size, over all `loads`: at least 1, and 2 for an interval.
     """
 
     rows: RowOptions = field(default_factory=RowOptions)
@@ -87,13 +84,10 @@ def compare(
     ``latency``. Nothing is raised for an exceeded budget (`Difference.beyond`) or for a side that failed
     while it was timed (`Difference.failures`).
 
-    Raises:
-        ConfigError: There is nothing at a path; A and B take or give different tensors, or have no batch
-            size in common; an option names what is not there.
-        BundleInvalid: A bundle does not verify.
-        DataError: A row or a column cannot be used.
-        EngineError: A side cannot be loaded, or fails on a batch that is judged.
-        EvaluationError: An output cannot be judged.
+    Raises ConfigError if there is nothing at a path, A and B take or give different tensors or have no batch
+    size in common, or an option names what is not there; BundleInvalid, DataError for a row or column that
+    cannot be used, EngineError for a side that cannot be loaded or fails on a judged batch, EvaluationError
+    for an output that cannot be judged.
     """
     options = options or CompareOptions()
     with ExitStack() as place:
@@ -264,10 +258,7 @@ def _values(predictions: Predictions, name: str, side: str) -> Array:
 
 
 def _size_of(delta: Array, weights: Array | None, units: Units) -> tuple[Interval, float]:
-    """Root mean square, with the root of the interval of the mean square, and the largest magnitude.
-
-    `delta` is (rows, n), `weights` (rows,), None for equal weights.
-    """
+    """Return root mean square of `delta` (rows, n) with its interval, and the largest magnitude."""
     square = mean_interval(np.square(delta).mean(axis=1), weights, units.groups)
     value, lower, upper = (math.sqrt(max(0.0, end)) for end in (square.value, square.lower, square.upper))
     rmse = Interval(value, lower, upper, square.confidence, square.rows)
@@ -358,7 +349,7 @@ def _time(
     with device_alone(next((e.architecture for e in engines if e.architecture != CPU), CPU)):
         for index in range(options.loads):
             with ExitStack() as stack:
-                # Neither is always the one that memory is left for, or that goes first.
+                # Sides take turns in being loaded and timed first, with more memory left.
                 sides = (b, a) if index % 2 else (a, b)
                 loads.append(
                     measure_interleaved(
@@ -401,7 +392,7 @@ def _latency_row(
     if ratio is None:
         return row(what, *sides, verdict=numbers.NOT_MEASURED, note=note)
     if not ratio.rows:
-        # It has no width because nothing is known, not because it is sure.
+        # Its spread is unknown, which gives it no width.
         verdict = told("{}; too few loads for an interval", number("×{:.3f}".format, ratio.value))
         return row(what, *sides, verdict=verdict, note=note)
     # Within `NOISE` two loads of one and the same engine differ for certain.

@@ -35,14 +35,7 @@ class Value:
 
 @dataclass(frozen=True)
 class Row:
-    """One difference.
-
-    Attributes:
-        before: Value of the first side; None where it has none.
-        verdict: Size of the difference and the judgement on it; None where both sides say everything.
-        tone: Colour of the verdict.
-        note: Reasons, conditions and doubts.
-    """
+    """One difference; a side without the value has None, and so has `verdict` where the sides say all."""
 
     what: str
     before: Value | None = None
@@ -64,13 +57,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Side:
-    """One of both things.
-
-    Attributes:
-        name: ``A``, ``B``, ``old`` or ``new``.
-        digest: SHA-256 of its exported model.
-        facts: What else identifies it, as text.
-    """
+    """One of both things (``A``, ``B``, ``old``, ``new``), with the SHA-256 of its exported model."""
 
     name: str
     path: str

@@ -51,7 +51,7 @@ class RowOptions:
         labels: Column of the label by output; under `ONLY` that of the only one. `weights` likewise.
         group: Column of rows that belong together; None for what the run says.
         slices: Columns whose values are judged apart; empty for what the run says.
-        inputs: Columns of each input by its name; what is left out is as the run says, or else by name.
+        inputs: Columns of each input by its name; others are as the run says, or else by name.
         rows: Use so many rows from the first on; None for all.
         budget: Largest accepted ΔNE of every output, finite and at least 0; None for those that are recorded.
         run: The run directory that says columns, group and slices.
@@ -82,10 +82,9 @@ class JudgedRows:
     """Rows with the outputs that are judged on them.
 
     Attributes:
-        unjudged: Why other outputs are not, by name; how far they moved is measured all the same.
+        unjudged: Why other outputs are not, by name; their change is measured as well.
         unanswered: The part of these that the bundles record or the caller asked for.
-        group: Column of rows that belong together; None for independent rows.
-        budget_source: Where the budgets come from, in words; `basis`: which rows these are.
+        budget_source: Origin of the budgets, in words; `basis`: that of the rows.
         notes: Conditions of the comparison, each a sentence without its full stop.
     """
 
@@ -129,7 +128,7 @@ def open_rows(a: Side, b: Side, data: Path, options: RowOptions) -> JudgedRows:
             unjudged[name] = unanswered[name] = WITHOUT_LABEL
             continue
         unjudged.pop(name, None)
-        # Without a label there is no AUC to hold against anything.
+        # Without a label there is no AUC.
         guard = None if label is None else output.get("max_auc_drop")
         specs.append(OutputSpec(**output | {"label": label, "max_auc_drop": guard}))
     group, slices = options.group, options.slices
@@ -184,18 +183,18 @@ def _requested(a: Side, b: Side, options: RowOptions) -> tuple[list[Fields], str
         }
         for specs in recorded
     ]
-    found = [_alike([specs[name] for specs in settled if name in specs]) for name in names]
+    judged = [_alike([specs[name] for specs in settled if name in specs]) for name in names]
     if options.budget is None:
         some = f"as recorded; the default of {', '.join(declared)}" if declared else "as recorded"
-        return found, "the default" if declared and len(declared) == len(names) else some
-    if not found:
+        return judged, "the default" if declared and len(declared) == len(names) else some
+    if not judged:
         raise ConfigError(
             "E1606 a budget needs an output that is judged",
             where="--budget",
             evidence="neither A nor B records the kind of an output",
             remedy="give it with `--output NAME=logit` (or probability, or regression)",
         )
-    return [output | {"budget": options.budget} for output in found], "as asked for"
+    return [output | {"budget": options.budget} for output in judged], "as asked for"
 
 
 def _alike(sides: Sequence[Fields]) -> Fields:
@@ -217,17 +216,17 @@ def _alike(sides: Sequence[Fields]) -> Fields:
     )
 
 
-def _name(found: Sequence[str], output: str, option: str) -> str:
-    if output in found:
+def _name(names: Sequence[str], output: str, option: str) -> str:
+    if output in names:
         return output
-    if output == ONLY and len(found) == 1:
-        return found[0]
+    if output == ONLY and len(names) == 1:
+        return names[0]
     raise ConfigError(
         "a column without its output needs exactly one judged output"
         if output == ONLY
         else f"no output '{output}' is judged",
         where=option,
-        evidence=f"judged are {', '.join(found) or 'none'}",
+        evidence=f"judged are {', '.join(names) or 'none'}",
         remedy=f"write `{option} OUTPUT=COLUMN`; `--output NAME=KIND` says what is judged",
     )
 

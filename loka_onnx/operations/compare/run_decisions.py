@@ -32,7 +32,7 @@ class HardwarePair:
     def engines(self) -> tuple[tuple[str | None, str | None], ...]:
         """Ids of the two engines that answer requests of one size, by ascending size; each two once.
 
-        A main engine that no size is routed to is emitted all the same: it comes last.
+        A main engine to which no size is routed is emitted too, and comes last.
         """
         old, new = self.old, self.new
         sizes = sorted({route.batch for side in (old, new) if side for route in side.routes}) or [1]

@@ -108,12 +108,7 @@ class _Target:
 
 @dataclass(frozen=True)
 class _Finding:
-    """A cost or a latency on one piece of hardware.
-
-    Attributes:
-        holds: It is known in both runs, comparable, and not worse.
-        is_bad: It is beyond the budget, or certainly worse.
-    """
+    """A cost or latency: it `holds` if both runs know it and it is not worse; `is_bad` if surely worse."""
 
     hardware: str
     row: Row
@@ -237,7 +232,7 @@ def _judged(output: OutputEvaluation | None) -> str | None:
 
 
 def _overlap(old: Interval, new: Interval, remarks: list[str]) -> str:
-    """Whether two intervals overlap; another confidence is added to `remarks`."""
+    """Return if two intervals overlap, in words; another confidence is added to `remarks`."""
     if not isclose(old.confidence, new.confidence):
         remarks.append("the intervals are of different confidence")
     return OVERLAP if old.lower <= new.upper and new.lower <= old.upper else APART
@@ -255,7 +250,7 @@ def _levels(old: ReportData, new: ReportData) -> str:
 
 
 def _both(old: str | None, new: str | None) -> str:
-    """Which engines are compared: ``a then, b now``."""
+    """Names of the compared engines: ``a then, b now``."""
     if old == new:
         return f"{new}"
     return ", ".join(f"{name} {when}" for name, when in ((old, "then"), (new, "now")) if name is not None)

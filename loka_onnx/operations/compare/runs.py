@@ -65,15 +65,15 @@ def _refuse_others(file: Path, text: str) -> None:
     expected = serde.schema_id(ReportData)
     if schema == expected:
         return
-    found = _OF_A_REPORT.fullmatch(schema) if isinstance(schema, str) else None
-    if found is None:
+    match = _OF_A_REPORT.fullmatch(schema) if isinstance(schema, str) else None
+    if match is None:
         raise UserError(
             "E1612 this is no report of a run",
             where=str(file),
             evidence="it is no JSON document" if document is None else f"its schema is {schema!r}",
             remedy=f"name a run directory or its {JSON_NAME}; `loka-onnx compare` is for bundles and models",
         )
-    is_older = int(found.group(1)) < int(expected.rpartition("/")[2])
+    is_older = int(match.group(1)) < int(expected.rpartition("/")[2])
     # Versions are part of the key of every stage (`RunDirectory.stage`): in its own directory the run would
     # be measured anew, and its old figures would be gone.
     older = (

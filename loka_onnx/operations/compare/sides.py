@@ -31,13 +31,7 @@ UNLIMITED_ROWS = 1 << 20
 
 @dataclass(frozen=True)
 class Opening:
-    """Options of loading the sides.
-
-    Attributes:
-        trust: Whether engines that are programs may run, whoever signed their bundle.
-        keys: Public keys whose signature lets them run as well.
-        threads: Threads of ONNX Runtime; 0 lets it choose.
-    """
+    """Options of loading: engines that are programs run with `trust`, or if one of `keys` signed them."""
 
     trust: bool = False
     keys: tuple[Path, ...] = ()
@@ -46,14 +40,10 @@ class Opening:
 
 @dataclass(frozen=True)
 class EngineUsed:
-    """One engine that answered.
+    """One engine that answered, or an ONNX model: its id is the file name, its plan empty.
 
-    Attributes:
-        id: Its id in the bundle; the file name of an ONNX model, whose plan is empty.
-        version: Version of the library that built it; of a model, of the one that loaded it.
-        target: Device that it was built for; `device` is the one that it ran on, as the driver names it.
-        digest: SHA-256 of the engine file; of a model, over its graph and its weights.
-        is_fallback: It is the FP32 model of the bundle, because no emitted engine runs here.
+    `version` is of the library that built an engine, or loaded a model. `target` is the device that it was
+    built for, `device` the one that it ran on. `is_fallback` if it is the FP32 model of a bundle.
     """
 
     id: str
@@ -83,13 +73,12 @@ class Side:
     """One side (``A`` or ``B``), ready to answer requests of `least_rows` to `most_rows`.
 
     Attributes:
-        kind: Kind of deployment, in words.
         digest: Digest of the exported model; of a plain ONNX model, its own.
         engines: Engines that answered, the main one first.
-        routes: Engines by the rows of a request, ascending; empty where one takes all.
+        routes: Engines by the rows of a request, ascending; empty if one takes all.
         skipped: Why engines that were preferred do not run here, by engine.
         run: Answers one request of the model's inputs, while it is open.
-        load: Loads it once more until the stack closes, and returns what answers a request.
+        load: Loads it once more until the stack closes, and returns a function like `run`.
         judged: Outputs that its accuracy was judged on, as it records them; empty for a model.
         timed_at: Batch sizes that it was timed at when it was made.
         model: An ONNX model of it with all its tables, which bound the ids.

@@ -64,13 +64,11 @@ DEFAULT_BATCH_ROWS = 512
 
 @dataclass(frozen=True)
 class Baseline:
-    """Model and profile that live data are compared with.
+    """Model and profile that live data are compared with; labels of `outputs` are not read.
 
-    Attributes:
-        outputs: Judged outputs; labels are not read.
-        counted: Sites that ΔNE is predicted for, those that run in FP8; None for the linear sites that could.
-        basis: Origin of those sites, for the reader.
-        columns: Names of the columns of an activation, by its name; "" for one without. For the reader.
+    `counted` are the sites in FP8, which ΔNE is predicted for, and `basis` is their origin, for the reader;
+    None for the linear sites that could run in FP8. `columns` names the columns of an activation, "" for one
+    without.
     """
 
     model: ModelArtifact
@@ -122,7 +120,7 @@ class Baseline:
 class LiveKl:
     """Mean KL of one output on live rows, by site in nats (squared change for a regression).
 
-    `standard_error` is that of the sum over the sites, from whole batches; infinite for fewer than two.
+    `standard_error` is of the sum over sites, from whole batches; infinite for fewer than two.
     """
 
     by_site: dict[str, float]
@@ -187,10 +185,7 @@ class RangeWatch:
 def measure_live(
     baseline: Baseline, data: Dataset, scratch: Path, options: DriftOptions, progress: Progress = silent
 ) -> Live:
-    """Run all passes; `scratch` is for instrumented models, on the file system of the model.
-
-    Raises CalibrationError where an activation or an output is not finite.
-    """
+    """Run all passes, in `scratch` on the model's file system; CalibrationError if a value is not finite."""
     size = baseline.batch_rows or DEFAULT_BATCH_ROWS
     rows = data.rows if options.rows is None else min(options.rows, data.rows)
     executor = LocalExecutor(options.threads)
@@ -243,15 +238,12 @@ def observe_activations(model: GraphModel, baseline: Baseline, batch_rows: int) 
 def observe_products(
     model: GraphModel, baseline: Baseline, ranges: Mapping[str, RangeStats]
 ) -> tuple[ErrorObserver, ...]:
-    """Add the output error of every product in its recipe to a graph, as its only outputs.
-
-    `ranges` are those of activations over the same rows, as far as they are known.
-    """
+    """Add the output error of every product in its recipe to a graph; `ranges` are of activations."""
     builder = ErrorObserverBuilder(model, baseline.profile.scales, ranges)
     for switch in baseline.switches:
         builder.add_product(switch.site, switch.recipe)
     builder.reductions.finish()
-    return tuple(builder.found)
+    return tuple(builder.observers)
 
 
 @dataclass(frozen=True)

@@ -293,10 +293,8 @@ class _BatchBuilder:
 class Monitor:
     """Measures rows that are fed; thread-safe. Make it after the serving process has forked its workers.
 
-    Args:
-        baseline: Model and profile (`loka_onnx.open_run(…).baseline`).
-        scratch: Directory for instrumented models, on the file system of the model; a temporary one for
-            None. Tables are mapped from there as long as the monitor is open.
+    `baseline` is model and profile (`loka_onnx.open_run(…).baseline`). `scratch` is for instrumented models,
+    on the model's file system, whose tables stay mapped; a temporary directory for None.
     """
 
     def __init__(
@@ -463,7 +461,6 @@ class Monitor:
 
 
 def _add_block(tally: Tally, block: Live) -> None:
-    """Add to a tally, in place."""
     tally.beyond.update(block.beyond)
     tally.elements.update({site: stats.activation_count for site, stats in block.errors.items()})
     tally.saturated.update({site: stats.saturated for site, stats in block.errors.items()})

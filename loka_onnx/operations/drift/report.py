@@ -99,9 +99,8 @@ class Shift:
     Attributes:
         statistic: Key in `BatchSpread.statistics`: ``mean``, ``rms``, ``zeros``, ``log2.<e>``,
             ``column.<i>.mean`` or ``column.<i>.rms``.
-        unit: Of its changes: the standard deviation of the elements for a mean, itself for an rms, 1 for a
-            share.
-        standard_error: Of the difference.
+        unit: Unit of changes: the standard deviation of the elements, the rms itself, or 1 for a share.
+        standard_error: Standard error of the difference.
         p_value: Two-sided, of this test alone; `adjusted` for all tests of the report (Holm).
     """
 
@@ -133,11 +132,9 @@ def _over(difference: float, unit: float) -> float:
 
 @dataclass(frozen=True)
 class RangeShift:
-    """Largest magnitude of one tensor, in the profile and in the live data.
+    """Largest magnitude of one tensor; `beyond` of the live `batches` exceed the profile's range.
 
-    Attributes:
-        beyond: Live batches, of `batches`, that went beyond the profile's range.
-        p_value: Of so many under exchangeable batches; `adjusted` for all tests of the report (Holm).
+    `p_value` is the probability of that many if batches are exchangeable; `adjusted` for all tests (Holm).
     """
 
     profile_amax: float
@@ -157,13 +154,10 @@ class RangeShift:
 
 @dataclass(frozen=True)
 class TensorDrift:
-    """One activation, by its name in the graph.
+    """One activation, by its name in the graph, and the sites that read it.
 
-    Attributes:
-        sites: Sites that read it.
-        shifts: Its statistics over batches; empty where there are too few.
-        stability_index: Population stability index over zeros and octaves of magnitude.
-        columns: Names of its columns, "" for one without; empty where none has one.
+    `shifts` is empty if there are too few batches. `stability_index` is the population stability index over
+    zeros and octaves of magnitude. `columns` names its columns, "" for one without; empty if none has one.
     """
 
     tensor: str
@@ -193,12 +187,11 @@ class SiteDrift:
     """One site under the recipe that its sensitivity was measured in.
 
     Attributes:
-        tensor: Its activation.
-        is_counted: Whether it is among the sites that the prediction of ΔNE adds up.
+        is_counted: True if the prediction of ΔNE adds it up.
         profile_saturated: Share of activation elements beyond the format's range.
         profile_noise: Noise energy over signal energy of its output.
         kl: Its KL on each output in the profile, relative to the loss there; `live_kl` in the live data,
-            relative to the same loss, empty where it is not counted.
+            relative to the same loss, empty if it is not counted.
     """
 
     site: str
@@ -220,13 +213,11 @@ class SiteDrift:
 
 @dataclass(frozen=True)
 class OutputDrift:
-    """Predicted effect of the changed FP8 error on one output.
+    """Predicted effect of the changed FP8 error on one output; its `budget` is None if unknown.
 
-    Attributes:
-        budget: Largest accepted relative loss increase; None where unknown.
-        kl: Sum of the counted sites' KL in the profile, relative to the loss there; `live_kl` in the live
-            data, relative to the same loss (unknown without labels), None where no site is counted.
-        standard_error: Of the difference of both.
+    `kl` is the sum of the counted sites' KL in the profile, relative to the loss there. `live_kl` is that in
+    the live data, relative to the same loss (unknown without labels); None if no site is counted.
+    `standard_error` is of their difference.
     """
 
     output: str
@@ -243,9 +234,9 @@ class OutputDrift:
 
 @dataclass(frozen=True)
 class Alarm:
-    """A change that is certain and large enough to matter, of a tensor, site or output.
+    """A change of a tensor, site or output that is certain and large; `value` has the unit of `threshold`.
 
-    `value` is in the unit of the threshold, `adjusted` the p-value, adjusted for all tests of the report.
+    `adjusted` is the p-value, adjusted for all tests of the report.
     """
 
     where: str
@@ -263,7 +254,7 @@ class DriftReport:
     Attributes:
         batch_rows: Rows of a batch, the unit of every test; 0 where the profile knows none.
         family_wise: Largest probability of any false alarm.
-        basis: Whose sites the prediction of ΔNE adds up, as in ``plan fp8-safe``.
+        basis: Origin of the sites that the prediction of ΔNE adds up: ``plan fp8-safe``.
         synthetic: Whether any row of the profile was generated.
         not_judged: Why nothing could be judged, and the remedy; where it is empty, no alarms means no drift.
     """

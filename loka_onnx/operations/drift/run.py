@@ -49,10 +49,7 @@ class OpenedRun:
 
     @property
     def scratch_parent(self) -> Path | None:
-        """Parent of directories for instrumented models: beside the model, if that can be written, else None.
-
-        There, embedding tables are linked and not copied.
-        """
+        """Directory of the model, whose tables are linked from there, if it is writable; else None."""
         beside = self.baseline.model.path.parent
         return beside if os.access(beside, os.W_OK) else None
 
@@ -62,14 +59,12 @@ def open_run(profile: str | Path, run: str | Path | None = None, plan: str | Non
 
     Args:
         profile: The profile; as a rule `profile.json` in a run directory.
-        run: The run directory, where the profile lies elsewhere.
+        run: The run directory, if the profile lies elsewhere.
         plan: The plan whose quantized sites count; None for the plan that was chosen if it has any, else
             ``fp8-safe``, else every FP8-able linear site.
 
-    Raises:
-        UserError: A file is missing, or of another version or model.
-        ConfigError: There is no such plan, or no run directory.
-        OutputError: The run directory holds a link that leads out of it.
+    Raises UserError if a file is missing, or is of another version or model; ConfigError if there is no such
+    plan or run directory; OutputError if a link leads out of it.
     """
     path = Path(profile)
     directory = _directory(path, None if run is None else Path(run))
@@ -113,9 +108,7 @@ def check_drift(
 ) -> DriftReport:
     """Compare live rows with the profile of a run; labels are not read.
 
-    Raises:
-        DataError: A row or a column cannot be used.
-        CalibrationError: An activation or an output is not finite.
+    Raises DataError if a row or a column cannot be used, CalibrationError if a value is not finite.
     """
     weights = [spec.weight for spec in run.baseline.outputs if spec.weight is not None]
     live = open_dataset(data, run.bindings, tuple(dict.fromkeys(weights)))
@@ -128,12 +121,8 @@ def open_monitor(
 ) -> Monitor:
     """Return a monitor for the process that serves the model of a run; close it, or use a `with` block.
 
-    Args:
-        options: Fields of `MonitorOptions`, such as `sample_rate`; the others are those of `open_run`.
-
-    Raises:
-        UserError: See `open_run`.
-        ConfigError: There is no such plan or run directory, or an option is out of range.
+    `options` are fields of `MonitorOptions`, such as `sample_rate`. Raises as `open_run`; ConfigError also if
+    an option is out of range.
     """
     opened = open_run(profile, run, plan)
     return Monitor(opened.baseline, MonitorOptions(**options), opened.scratch_parent)

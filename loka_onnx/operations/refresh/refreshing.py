@@ -122,8 +122,8 @@ def refresh(earlier: str | Path, model: str | Path, options: RefreshOptions | No
         options.on_stages(tuple(name for name in STAGES if name != "split" or config.model.split_sparse))
         settings = RunSettings(config, directory, options.progress, LOOKS, options.sign)
         attempt = _Attempt(settings, before)
-        found = attempt.earlier_failure() if options.resume else None
-        if found is None:
+        outcome = attempt.earlier_failure() if options.resume else None
+        if outcome is None:
             result, reason = None, ""
             try:
                 result = attempt.run()
@@ -131,18 +131,18 @@ def refresh(earlier: str | Path, model: str | Path, options: RefreshOptions | No
                 if not options.may_fall_back:
                     raise _refusal(before, outdated) from outdated
                 reason = outdated.reason
-            found = attempt.described(reason, time.perf_counter() - began)
+            outcome = attempt.described(reason, time.perf_counter() - began)
             # A look at the certification rows is never forgotten, also where the full run is interrupted.
-            serde.write(found, directory.path / REFRESH_NAME)
+            serde.write(outcome, directory.path / REFRESH_NAME)
             if result is not None:
-                return RefreshResult(result, found)
+                return RefreshResult(result, outcome)
         for stage in ("refresh", "replan"):
             directory.forget(stage)
-    looks = LOOKS if found.confidence > CONFIDENCE else 1
+    looks = LOOKS if outcome.confidence > CONFIDENCE else 1
     result = run(config, RunOptions(resume=True, looks=looks, **options.reporting()))
-    found = replace(found, seconds=time.perf_counter() - began)
-    serde.write(found, result.directory / REFRESH_NAME)
-    return RefreshResult(result, found)
+    outcome = replace(outcome, seconds=time.perf_counter() - began)
+    serde.write(outcome, result.directory / REFRESH_NAME)
+    return RefreshResult(result, outcome)
 
 
 def _refusal(before: EarlierRun, outdated: _Outdated) -> ModelError | BudgetMissed:
@@ -180,7 +180,7 @@ def _configured(before: EarlierRun, model: Path, options: RefreshOptions) -> Run
     name = f"{before.directory.name}-{model.stem}"
     output = options.output or before.directory.with_name(name)
     values |= {"model": section, "output": str(output.absolute())}
-    # What targets multiply may be seen differently from this host.
+    # This host may detect other formats of the targets.
     plan = values.get("plan") or {}
     if not plan.get("formats") and before.profile.precisions:
         values["plan"] = {**plan, "formats": [str(precision) for precision in before.profile.precisions]}
@@ -199,7 +199,7 @@ def _configured(before: EarlierRun, model: Path, options: RefreshOptions) -> Run
 
 @dataclass
 class _Attempt:
-    """One try to keep what the earlier run decided, with what is known of it so far."""
+    """An attempt to keep the earlier run's decisions, with its results so far."""
 
     settings: RunSettings
     before: EarlierRun

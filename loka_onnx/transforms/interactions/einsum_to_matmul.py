@@ -27,13 +27,10 @@ _FLOATS = frozenset({_T.FLOAT, _T.DOUBLE, _T.FLOAT16, _T.BFLOAT16})
 
 @dataclass(frozen=True)
 class Contraction:
-    """An Einsum, and the product that computes it.
+    """An Einsum and the product that computes it, by letters of axes.
 
-    Attributes:
-        terms: Letters of its operands, those of the left factor first.
-        factors: Letters of the same operands in the product.
-        output: Letters of its result, which are `result` in the product.
-        is_swapped: Whether the second operand is the left factor.
+    `terms` are the operands, the left factor first, which `is_swapped` says is the second operand; `factors`
+    are the same in the product. `output` is the result, in the product `result`.
     """
 
     node: Node
@@ -111,7 +108,6 @@ def _transposes(match: Contraction) -> int:
 
 
 def _arranged(model: GraphModel, letters: str, tensor: Tensor, wanted: str, name: str) -> Tensor:
-    """A tensor with its axes in another order."""
     if letters == wanted:
         return tensor
     permutation = [letters.index(letter) for letter in wanted]

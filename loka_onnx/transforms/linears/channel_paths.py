@@ -87,11 +87,10 @@ def linear_readers(
 ) -> tuple[Reader, ...]:
     """Return every linear that reads a tensor, directly or behind layout operators.
 
-    Args:
-        between: Further operators that may stand in between: elementwise ones and those of `PARTS`.
-        first: Readers of the tensor to follow; None for all.
+    `between` are further operators that may stand in between: elementwise ones and those of `PARTS`; `first`
+    are the readers to follow, None for all.
     """
-    found: list[Reader] = []
+    readers: list[Reader] = []
     if first is None and model.is_output(tensor):
         raise NotRewritten(f"'{tensor.name}' is an output of the model")
     pending = [(tensor, numbers, consumers(tensor) if first is None else first)]
@@ -104,10 +103,10 @@ def linear_readers(
                         raise NotRewritten(f"'{output.name}' is an output of the model")
                     pending.append((output, onward, consumers(output)))
             else:
-                found.append(_reader(model, node, tensor, numbers))
-    if not found:
+                readers.append(_reader(model, node, tensor, numbers))
+    if not readers:
         raise NotRewritten("nothing reads it")
-    return tuple(found)
+    return tuple(readers)
 
 
 def _behind(node: Node, tensor: Tensor, numbers: Numbers) -> list[tuple[Tensor, Numbers]]:

@@ -144,7 +144,7 @@ class _Tried:
         return f"{', then '.join(self.chosen)}: {self._measure()} {self.without:.3g} → {self.now:.3g}"
 
     def reason(self) -> str:
-        """Why nothing is smoothed, in words."""
+        """The reason why nothing is smoothed."""
         if not self.best:
             return f"every strength gives equal factors; {self._measure()} {self.without:.3g}"
         return (
@@ -210,14 +210,14 @@ class _Search:
     def _candidates(self, maker: Maker) -> list[_Candidate]:
         """Return distinct factors that have an effect, with errors on the choosing half."""
         activation, weight = self._channel_amax(maker)
-        found: list[_Candidate] = []
+        tried: list[_Candidate] = []
         for strength in STRENGTHS:
             raw = smoothing_factors(activation, weight, strength)
             factors = keeping_range(to_powers_of_two(raw), activation)
-            known = [np.ones(maker.channels), *(candidate.factors for candidate in found)]
+            known = [np.ones(maker.channels), *(candidate.factors for candidate in tried)]
             if not any(np.array_equal(factors, other) for other in known):
-                found.append(_Candidate(f"strength {strength:g}", factors, self._measured(maker, factors, 0)))
-        return found
+                tried.append(_Candidate(f"strength {strength:g}", factors, self._measured(maker, factors, 0)))
+        return tried
 
     def _channel_amax(self, maker: Maker) -> tuple[Vector, Vector]:
         """Return the largest magnitude of each channel and of its weight rows, (channels,) each."""
@@ -239,17 +239,17 @@ class _Search:
 
     def _divided(self, maker: Maker, factors: Vector) -> dict[str, tuple[Vector, Vector]]:
         """Return divisors of a maker's sites under further factors: before and behind them."""
-        found = {
+        sides = {
             name: (self._sites[name].before, self._sites[name].behind)
             for name in self.tried[maker.name].sites
         }
         for reader in maker.readers:
-            before, behind = found[reader.node.name]
-            found[reader.node.name] = (before * reader.of_rows(factors), behind)
+            before, behind = sides[reader.node.name]
+            sides[reader.node.name] = (before * reader.of_rows(factors), behind)
         if maker.is_linear:
-            before, behind = found[maker.name]
-            found[maker.name] = (before, behind * factors)
-        return found
+            before, behind = sides[maker.name]
+            sides[maker.name] = (before, behind * factors)
+        return sides
 
 
 def _products(

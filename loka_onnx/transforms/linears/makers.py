@@ -137,8 +137,8 @@ def _features(tensor: Tensor) -> Numbers:
 def _constant_of(node: Node) -> int | None:
     """Return the position of a product's or quotient's constant; None for none."""
     positions = (1,) if node.op == "Div" else (0, 1)
-    found = [i for i in positions if is_constant(node.inputs[i]) and not is_constant(node.inputs[1 - i])]
-    return found[0] if found else None
+    constants = [i for i in positions if is_constant(node.inputs[i]) and not is_constant(node.inputs[1 - i])]
+    return constants[0] if constants else None
 
 
 def _of_input(model: GraphModel, tensor: Tensor) -> Iterator[Maker | Declined]:

@@ -28,14 +28,15 @@ class OuterToMul(Mod[Linear]):
         return find(filter(is_candidate, model.nodes), lambda node: _read(model, node))
 
     def rewrite(self, model: GraphModel, match: Linear) -> Applied:
-        """Replace the product; an Add behind it stays."""
+        """Replace the product; an Add behind it stays, unless it adds zeros."""
         node, name = match.node, str(match.node.name)
         dtype = node.outputs[0].dtype
         row = model.constant(f"{match.weight.name}.row", match.weight_kn().reshape(-1))
         result = model.add("Mul", [match.source, row], f"{name}/mul", dtype)
-        if match.bias is not None and match.add is None:
-            result = model.add("Add", [result, match.bias], f"{name}/add", dtype)
-        model.hand_over(node.outputs[0], result)
+        bias = match.bias if match.bias_n().any() else None
+        if bias is not None and match.add is None:
+            result = model.add("Add", [result, bias], f"{name}/add", dtype)
+        model.hand_over(match.result if bias is None else node.outputs[0], result)
         return Applied(name, f"a product of one input channel and {match.n} → elementwise")
 
 

@@ -140,10 +140,10 @@ class PadSites(Mod[Widened]):
         unfed = (node for node in nodes if layers[id(node)].k % ALIGNMENT and id(node) not in fed)
         results = find(nodes, lambda node: self._widen_result(model, layers[id(node)], layers))
         sources = find(unfed, lambda node: self._widen_source(model, layers[id(node)], layers))
-        for found in chain(results, sources):
-            if isinstance(found, Widened):
-                fed |= {id(taker.node) for taker in found.takers}
-            yield found
+        for item in chain(results, sources):
+            if isinstance(item, Widened):
+                fed |= {id(taker.node) for taker in item.takers}
+            yield item
 
     def rewrite(self, model: GraphModel, match: Widened) -> Applied:
         """Widen one tensor and the weights of its maker and takers."""
@@ -257,10 +257,7 @@ def _is_elementwise(node: Node, tensor: Tensor) -> bool:
 
 
 def _split_behind(model: GraphModel, tensor: Tensor) -> tuple[Node | None, tuple[Tensor, ...]]:
-    """Return the last-axis Split by constant sizes that alone reads a tensor, and the tensors up to it.
-
-    Elementwise operators may stand between them.
-    """
+    """Return the last-axis Split by constant sizes behind elementwise readers, and the tensors up to it."""
     between = [tensor]
     node = only_reader(model, tensor)
     while node is not None and _is_elementwise(node, between[-1]):
@@ -378,7 +375,6 @@ def _slice(model: GraphModel, match: Widened) -> None:
 
 
 def _add_part(model: GraphModel, split: Node, added: int) -> None:
-    """Replace a Split by one with one more part."""
     parts: Sequence[Tensor] = list(split.outputs)
     sizes = [int(size) for size in values_of(split.inputs[1])]
     split.outputs.clear()

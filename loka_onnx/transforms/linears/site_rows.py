@@ -57,10 +57,10 @@ def read_rows(
             for start in range(begin, end, step):
                 stop = min(start + step, end)
                 batch = {name: values[start:stop] for name, values in feeds.items()}
-                found = {**batch, **(session.run(batch, sorted(wanted)) if wanted else {})}
+                activations = {**batch, **(session.run(batch, sorted(wanted)) if wanted else {})}
                 for site, part in kept.items():
                     share = (stop - start) / (end - begin)
-                    part.add(found[part.linear.source.name], half, int(np.ceil(limits[site] * share)))
+                    part.add(activations[part.linear.source.name], half, int(np.ceil(limits[site] * share)))
     return {
         site: SiteRows(part.amax, (np.concatenate(part.halves[0]), np.concatenate(part.halves[1])))
         for site, part in kept.items()
@@ -104,7 +104,6 @@ def _elements(linear: Linear) -> int:
 
 
 def _with_outputs(model: GraphModel, wanted: set[str]) -> GraphModel:
-    """Return a copy of a model with further tensors as outputs."""
     copy = model.copy()
     tensors = copy.tensors()
     for name in sorted(wanted - {tensor.name for tensor in copy.outputs}):

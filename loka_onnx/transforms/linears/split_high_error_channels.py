@@ -53,9 +53,7 @@ TOLERANCE = 4.0
 
 @dataclass(frozen=True)
 class ChannelSplit:
-    """A linear, its channels that are split off, ascending, and the share of the error that remains; whether
-    the grid of its activation is to be that of the rest.
-    """
+    """A linear, its channels to split off, and the share of error left; `narrows` the grid to the others."""
 
     linear: Linear
     channels: tuple[int, ...]
@@ -173,10 +171,7 @@ class SplitHighErrorChannels(Mod[ChannelSplit]):
 
 
 def rejoin(model: GraphModel, site: str) -> Applied:
-    """Undo the split of a site in place: the weight has its earlier bits again, the second product goes.
-
-    Raises InternalError if the site is not split.
-    """
+    """Undo the split of a site in place: the weight has its earlier bits again, the second product goes."""
     linear, part = read_linear(model, model.node(site)), f"{site}{HIGH_ERROR}"
     small, gather, add = (model.node(name) for name in (part, f"{part}{GATHER}", f"{part}{ADD}"))
     weight = linear.weight_kn().copy()

@@ -124,10 +124,10 @@ class MergeGathers(Mod[Lookups]):
         rows.shape, flat.shape = [batch, len(match), width], [batch, width * len(match)]
         parts = model.split(flat, [width] * len(match), -1, f"{name}/split")
         for lookup, part in zip(match, parts, strict=True):
-            found = part
+            row = part
             if lookup.keeps_axis:
-                found = model.add("Unsqueeze", [part, _axes(model, name, "axis", [1])], f"{name}/unsqueeze")
-            model.hand_over(lookup.node.outputs[0], found)
+                row = model.add("Unsqueeze", [part, _axes(model, name, "axis", [1])], f"{name}/unsqueeze")
+            model.hand_over(lookup.node.outputs[0], row)
         tables_read = "one table" if is_one_table else f"{len(match)} tables"
         return Applied(rows.inputs[0].name, f"{len(match)} lookups in {tables_read} → one of width {width}")
 

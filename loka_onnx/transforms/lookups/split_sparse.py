@@ -71,10 +71,7 @@ def split_sparse(model: GraphModel) -> SparseSplit | Declined:
 
 
 def verify_split(split: SparseSplit, whole: Path, rows: Sequence[Arrays], directory: Path) -> Declined | None:
-    """Write both halves into a directory, run them in sequence and compare them with the whole, bit for bit.
-
-    Returns None when all outputs have the same bits on every batch, else where and why the split is declined.
-    """
+    """Write both halves and run them in sequence; None if outputs have the bits of the whole, else why."""
     options = SessionOptions(optimize=False)
     split.lookup.save(directory / LOOKUP_FILE)
     split.dense.save(directory / DENSE_FILE)
@@ -143,23 +140,23 @@ def _sparse_nodes(model: GraphModel) -> dict[int, Node]:
         for reader in table.outputs:
             if not _is_lookup(model, reader) or reader.inputs[0] is not table:
                 raise _Whole(reader.name, f"it reads the table '{table.name}', and is no lookup")
-    found = _with_makers(lookups)
-    for node in filter(is_site, found.values()):
+    sparse = _with_makers(lookups)
+    for node in filter(is_site, sparse.values()):
         raise _Whole(node.name, "ids of a lookup come out of this layer")
-    return found | _pooling(model, found)
+    return sparse | _pooling(model, sparse)
 
 
 def _with_makers(nodes: Iterable[Node], within: Mapping[int, Node] | None = None) -> dict[int, Node]:
     """Return nodes and those that make their inputs, directly or not, by identity; of some nodes only."""
-    found: dict[int, Node] = {}
+    kept: dict[int, Node] = {}
     pending = list(nodes)
     while pending:
         node = pending.pop()
-        if id(node) not in found:
-            found[id(node)] = node
+        if id(node) not in kept:
+            kept[id(node)] = node
             makers = (maker for tensor in node.inputs for maker in tensor.inputs)
             pending += [maker for maker in makers if within is None or id(maker) in within]
-    return found
+    return kept
 
 
 def _is_lookup(model: GraphModel, node: Node) -> bool:

@@ -67,10 +67,7 @@ class FoldNormAffine(Mod[ScaledNorm]):
 
 
 def _is_plain(node: Node) -> bool:
-    """Return whether a norm has no shift and scales by powers of two only.
-
-    Trained scales are not of these; smoothing (`choose_smoothing`) leaves one, which folding would undo.
-    """
+    """Return whether a norm has no shift and scales by powers of two, as smoothing (not training) leaves."""
     scale, *rest = (tensor for tensor in node.inputs[1:3] if tensor.name)
     if not is_constant(scale) or not all(map(is_constant, rest)):
         return False

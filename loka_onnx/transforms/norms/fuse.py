@@ -137,10 +137,7 @@ class FuseRMSNorm(FuseNorm):
 
 
 def _over_last_axes(norm: DecomposedNorm) -> DecomposedNorm:
-    """Return the norm in operator form: last axes, averaged squares, scale along the axes.
-
-    Where squares are added over K elements, sum(d·d) + ε = K·(mean(d·d) + ε/K).
-    """
+    """Return the norm in operator form: last axes, averaged squares, scale along the axes."""
     if norm.axes != tuple(range(-len(norm.axes), 0)):
         raise NotFused(f"it normalizes axes {list(norm.axes)}, which are not the last ones", norm)
     if not norm.varies_within(norm.scale) or not norm.varies_within(norm.bias):

@@ -34,15 +34,11 @@ _LARGEST_PATTERN = 100
 
 @dataclass(frozen=True)
 class DecomposedNorm:
-    """A normalization read from primitives.
+    """A normalization read from primitives, over negative, ascending `axes`.
 
-    Attributes:
-        axes: Normalized axes, negative, ascending.
-        epsilon: Summand of the mean of squares.
-        is_mean: Whether squares are averaged; added otherwise.
-        module: Path in the name of the last node (``<module>/<op>``); empty at the top of the model.
-        inner: Every node of the pattern; only `result` may be read from outside.
-        factor: Multiplies the scale; a power of two.
+    `epsilon` is added to the mean of squares, or to their sum unless `is_mean`. `module` is the path in the
+    name of the last node (``<module>/<op>``); empty at the top of the model. `inner` is every node of the
+    pattern, of which only `result` may be read from outside. `factor`, a power of two, multiplies the scale.
     """
 
     source: Tensor
@@ -111,37 +107,28 @@ def _norm(
     node: Node, source: Tensor, root: Root, is_centred: bool, bias: Tensor | None = None
 ) -> DecomposedNorm:
     """Return the norm of a source by a root that ends at a node, scaled by the constant of the root."""
-    return DecomposedNorm(
-        source,
-        root.moment.axes,
-        root.epsilon,
-        is_centred,
-        root.moment.is_mean,
-        root.constant,
-        bias,
-        node.outputs[0],
-        str(node.name).rpartition("/")[0],
-        _nodes_between(source, node.outputs[0]),
-    )
+    moment, result = root.moment, node.outputs[0]
+    known = (source, moment.axes, root.epsilon, is_centred, moment.is_mean, root.constant, bias, result)
+    return DecomposedNorm(*known, str(node.name).rpartition("/")[0], _nodes_between(source, result))
 
 
 def _nodes_between(source: Tensor, result: Tensor) -> tuple[Node, ...]:
     """Return the nodes that compute a tensor from another one and from constants."""
     stops = {id(tensor) for tensor in lossless_chain(source)}
-    found: dict[int, Node] = {}
+    between: dict[int, Node] = {}
     pending = [result]
     while pending:
         tensor = pending.pop()
         node = producer(tensor)
         if id(tensor) in stops or is_constant(tensor) or not tensor.name:
             continue
-        if node is None or len(found) > _LARGEST_PATTERN:
+        if node is None or len(between) > _LARGEST_PATTERN:
             raise NotANorm("it depends on another tensor")
-        if id(node) not in found:
-            found[id(node)] = node
+        if id(node) not in between:
+            between[id(node)] = node
             # The origin of a shape does not matter: its value was read.
             pending += [] if node.op == "Shape" else list(node.inputs)
-    return tuple(found.values())
+    return tuple(between.values())
 
 
 # Quotients ---------------------------------------------------------------------------------------------

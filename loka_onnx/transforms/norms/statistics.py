@@ -45,10 +45,7 @@ class NotANorm(Exception):
 
 @dataclass(frozen=True)
 class Moment:
-    """Mean or sum of squares of a tensor, over axes that are negative, ascending.
-
-    `is_central` if the square of the mean was subtracted: the variance of `squared`.
-    """
+    """Mean or sum of squares over negative, ascending axes; if `is_central`, the variance of `squared`."""
 
     squared: Tensor
     axes: tuple[int, ...]

@@ -41,13 +41,10 @@ class PlannedModel:
 
 @dataclass(frozen=True)
 class PlanForm:
-    """Form in which a plan is written for a backend.
+    """Form in which a plan is written for a backend, with precision `base` for everything but FP8 sites.
 
-    Attributes:
-        base: Precision of everything but FP8 sites.
-        fusions: Kernels of the backend that Q/DQ must not split.
-        corrections: Fitted constants to add; None for none.
-        shared: Inputs that are equal within a request, for the request form; empty for plain rows.
+    Q/DQ must not split `fusions`, kernels of the backend. `corrections` are fitted constants to add. `shared`
+    are inputs that are equal within a request, for the request form; empty for plain rows.
     """
 
     base: Precision
@@ -104,10 +101,7 @@ def apply_plan(model: ModelArtifact, plan: PrecisionPlan, form: PlanForm, target
 
 
 def check_plan(plan: PrecisionPlan, digest: str, nodes: Collection[str] | None = None) -> None:
-    """Check that a plan, which may come from a file, is for this model.
-
-    Raises TransformError if the plan was made for another model.
-    """
+    """Raise TransformError if a plan, which may come from a file, was made for another model."""
     evidence, named = "", {*plan.quantized_sites, *(wide.node for wide in plan.wide)}
     if plan.model_digest != digest:
         evidence = f"it names {plan.model_digest[:12]}, the model is {digest[:12]}"

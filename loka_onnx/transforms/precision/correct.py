@@ -52,10 +52,7 @@ class Typing:
 
 @dataclass(frozen=True)
 class _Folded:
-    """A constant of the graph, whose node `where` names, plus a correction.
-
-    `lost` is the share of the correction's energy that rounding takes, infinite beyond the range.
-    """
+    """A constant plus a correction; rounding takes the share `lost` of its energy, inf beyond the range."""
 
     values: Array
     where: str
@@ -64,9 +61,7 @@ class _Folded:
 
 @dataclass(frozen=True)
 class Corrected:
-    """Corrections written and left out, and names of nodes that belong in FP32: they add a constant to an
-    output, or carry the sum there.
-    """
+    """Corrections written and left out; `wide` nodes, which add or carry those of outputs, are in FP32."""
 
     record: RewriteRecord
     wide: tuple[str, ...]
@@ -176,10 +171,7 @@ class _Writer:
 
 
 def correct(model: GraphModel, corrections: Corrections, typing: Typing = Typing()) -> Corrected:
-    """Add corrections to a graph that will have the given types, in place.
-
-    Raises InternalError if a site or an output is not in the graph, or an output has no logit.
-    """
+    """Add corrections to a graph that will have the given types; edits it."""
     writer = _Writer(model, typing)
     said = [writer.bias(each) for each in corrections.bias]
     said += [writer.constant(each) for each in corrections.constants]

@@ -71,10 +71,7 @@ def cast_to_base(model: GraphModel, base: Precision, plan: PrecisionPlan) -> Rew
 
 
 def fp32_nodes(model: GraphModel, base: Precision, plan: PrecisionPlan) -> frozenset[str]:
-    """Return names of nodes whose results stay in FP32 when the graph, or one with more nodes, is cast.
-
-    Raises TransformError if the graph has control flow, or the type of a tensor is not known.
-    """
+    """Return names of nodes whose results stay in FP32 when the graph, or one with more nodes, is cast."""
     if base is Precision.FP32:
         return frozenset(node.name for node in model.nodes)
     tensors = _find_wide(model, base, plan).tensors
@@ -94,7 +91,7 @@ def _narrowed(values: npt.NDArray[np.float32], base: Precision) -> npt.NDArray[A
 
 @dataclass(frozen=True)
 class _Wide:
-    """What stays in FP32, and why, node by node.
+    """Operands and tensors that stay in FP32, with the reasons in `applied`.
 
     `operands` are inputs, by identity of the node and position; `tensors` are computed or graph inputs.
     """
@@ -105,10 +102,7 @@ class _Wide:
 
 
 def _find_wide(model: GraphModel, base: Precision, plan: PrecisionPlan) -> _Wide:
-    """Find what stays in FP32.
-
-    Raises TransformError if the graph has control flow, or the type of a tensor is not known.
-    """
+    """Find what stays in FP32; TransformError for control flow or a tensor of unknown type."""
     for node in model.nodes:
         if node.op in _CONTROL_FLOW:
             raise TransformError(

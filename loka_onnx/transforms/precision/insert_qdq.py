@@ -37,10 +37,7 @@ def insert_qdq(model: GraphModel, sites: tuple[Site, ...], plan: PrecisionPlan) 
 
 
 def check_decision(site: Site, decision: Decision) -> tuple[Recipe, Scaling, tuple[float, ...]]:
-    """Return recipe, activation scaling and weight scales of a quantized site, which may come from a file.
-
-    Raises TransformError if one is not there, or scales do not fit the weight.
-    """
+    """Return recipe, activation scaling and weight scales of a site; TransformError if they do not fit."""
     recipe, scaling, scales = decision.recipe, decision.activation_scaling, decision.weight_scale
     if recipe is None or scaling is None or not scales:
         raise _altered(
@@ -74,10 +71,7 @@ def _quantize_site(model: GraphModel, site: Site, decision: Decision, shared: _S
 
 
 def _described(model: GraphModel, site: Site) -> Node:
-    """Return the node of a site.
-
-    Raises TransformError if the model has no such node, or one of other operands or another weight.
-    """
+    """Return the node of a site; TransformError if there is none, or it has other operands or weights."""
     node = next((node for node in model.nodes if node.name == site.name), None)
     constant = [operand.index for operand in site.operands if operand.constant]
     if node is None or constant != [i for i, tensor in enumerate(node.inputs[:2]) if is_constant(tensor)]:

@@ -56,12 +56,7 @@ _SILENT = MOVEMENTS | PRODUCT_OPS
 
 
 def place_qdq(model: GraphModel, quantized_sites: Collection[str], fusions: Fusions) -> RewriteRecord:
-    """Move the Q/DQ pairs of a graph to the producers of their tensors; in place.
-
-    Args:
-        model: A graph with a pair in front of each FP8 site, before it is cast to another precision.
-        fusions: What the backend computes in one kernel, and moves in FP8.
-    """
+    """Move the Q/DQ pairs in front of FP8 sites to the producers of their tensors; in place."""
     said: list[Applied | Declined] = []
     while True:
         nodes = model.sorted_nodes()
@@ -269,10 +264,7 @@ def _may_quantize(node: Node, quantized_sites: Collection[str], fusions: Fusions
 def _feeding(
     model: GraphModel, maker: Node, quantized_sites: Collection[str], fusions: Fusions
 ) -> tuple[list[str], list[str]]:
-    """Trace operators of one kernel back; a tensor with outside readers is in memory.
-
-    Returns the sites at the start of a chain, and the operators between.
-    """
+    """Trace a chain back within one kernel; return the sites at its start, and the operators between."""
     sites: dict[str, None] = {}
     through: dict[str, None] = {}
     waiting: dict[int, int] = {}
@@ -296,7 +288,7 @@ def _feeding(
 
 def _readers(model: GraphModel, quantized_sites: Collection[str]) -> dict[int, tuple[str, ...]]:
     """Return the FP8 sites that read a tensor's values, moved or not, by identity of the tensor."""
-    found: dict[int, tuple[str, ...]] = {}
+    readers: dict[int, tuple[str, ...]] = {}
 
     def of(tensor: Tensor) -> tuple[str, ...]:
         names: dict[str, None] = {}
@@ -304,10 +296,10 @@ def _readers(model: GraphModel, quantized_sites: Collection[str]) -> dict[int, t
             if node.name in quantized_sites:
                 names[node.name] = None
             elif any(tensor is read for read in moved(node)):
-                names |= {name: None for output in node.outputs for name in found.get(id(output), ())}
+                names |= {name: None for output in node.outputs for name in readers.get(id(output), ())}
         return tuple(names)
 
     for node in reversed(model.sorted_nodes()):
         if moved(node) or node.op == "DequantizeLinear":
-            found |= {id(tensor): of(tensor) for tensor in node.outputs}
-    return found
+            readers |= {id(tensor): of(tensor) for tensor in node.outputs}
+    return readers

@@ -136,7 +136,7 @@ _READS_NO_VALUES = frozenset({"Shape", "Size"})
 
 @dataclass(frozen=True)
 class Demand:
-    """How all readers of a tensor round it; None where they differ, for a `reason`, or without readers."""
+    """The rounding of all readers of a tensor; None if they differ, for a `reason`, or without readers."""
 
     key: Key | None = None
     reason: str = ""
@@ -146,10 +146,7 @@ _NOTHING = Demand()
 
 
 class Flow:
-    """Operators that carry rounded values in a graph.
-
-    `pairs` are by identity of their Q; `movements` are operators that the backend runs on FP8 values.
-    """
+    """Operators that carry rounded values in a graph; the backend runs `movements` on FP8 values."""
 
     def __init__(
         self, model: GraphModel, nodes: Sequence[Node], pairs: Sequence[Pair], movements: frozenset[str]
@@ -209,8 +206,8 @@ class Flow:
         return bool(sources) and not joins_rows and not _joins_constant(node)
 
     def _carries(self, node: Node) -> bool:
-        found = self._of_node.get(id(node), _NOTHING)
-        if found.key is None:
+        carried = self._of_node.get(id(node), _NOTHING)
+        if carried.key is None:
             return False
         # Quantizing a whole tensor for one part pays only where nothing reads the rest.
         return node.op not in SELECTIONS or self.demand(node.inputs[0]).key is not None
@@ -231,9 +228,9 @@ def _both(one: Demand, other: Demand) -> Demand:
 
 def _rows_of_tables(model: GraphModel, nodes: Sequence[Node]) -> frozenset[int]:
     """Return identities of tensors that hold rows looked up in a table, moved or not."""
-    found: set[int] = set()
+    rows: set[int] = set()
     for node in nodes:
         is_lookup = node.op == "Gather" and (is_constant(node.inputs[0]) or model.is_table(node.inputs[0]))
-        if is_lookup or any(id(tensor) in found for tensor in moved(node)):
-            found.update(id(tensor) for tensor in node.outputs)
-    return frozenset(found)
+        if is_lookup or any(id(tensor) in rows for tensor in moved(node)):
+            rows.update(id(tensor) for tensor in node.outputs)
+    return frozenset(rows)

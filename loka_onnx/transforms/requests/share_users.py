@@ -41,8 +41,8 @@ _QUANTIZERS = frozenset({"QuantizeLinear", "DequantizeLinear"})
 def share_users(model: GraphModel, shared: Sequence[str]) -> list[Applied | Declined]:
     """Bring a graph with inferred types and shapes into request form; edits it.
 
-    `shared` are inputs that are equal within a request. Declined alone is a graph with nothing to share: it
-    is to be thrown away.
+    `shared` are inputs that are equal within a request. If the result holds only a `Declined`, nothing can
+    be shared and the edited graph is to be thrown away.
     """
     others = [tensor for tensor in model.inputs if tensor.name not in shared]
     if not others:
@@ -61,12 +61,7 @@ def share_users(model: GraphModel, shared: Sequence[str]) -> list[Applied | Decl
 
 @dataclass
 class _Sharing:
-    """One graph on its way into request form.
-
-    Attributes:
-        axes: Axis of the rows by identity of a tensor that users alone decide.
-        fixed: Identities of computed tensors that are the same for every row and batch.
-    """
+    """One graph on its way into request form; `axes` of users' rows and `fixed` tensors, by identity."""
 
     model: GraphModel
     axes: dict[int, RowAxis]
@@ -306,7 +301,6 @@ def _axis_of(concat: Node) -> int:
 
 
 def _is_known(parts: Sequence[Tensor], axis: int) -> bool:
-    """True if every part has a fixed length along an axis."""
     return all(static_shape(part)[axis : axis + 1] not in {(), (None,)} for part in parts)
 
 

@@ -46,7 +46,7 @@ class Joined:
 
 
 class JoinParts(Mod[Joined]):
-    """Concat of the parts of a Split → what was split."""
+    """Concat of the parts of a Split → the tensor that was split."""
 
     name = "join-parts"
 

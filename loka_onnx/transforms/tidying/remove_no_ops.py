@@ -44,10 +44,7 @@ _TO_THE_END = 2**31 - 1
 
 @dataclass(frozen=True)
 class Redundant:
-    """A node that is removed, since its result equals `source`, or that reads `source` instead.
-
-    `permutation` is the composed one of a Transpose that stays.
-    """
+    """A node whose result equals `source`, or that reads `source` instead, a Transpose by `permutation`."""
 
     node: Node
     source: Tensor
@@ -64,15 +61,15 @@ class RemoveNoOps(Mod[Redundant]):
         """Match in topological order, each node as if earlier matches were gone."""
         walk = _Walk()
         for node in model.sorted_nodes():
-            found = walk.visit(node)
-            if found is None:
+            item = walk.visit(node)
+            if item is None:
                 continue
-            if found.is_removed and model.is_output(node.outputs[0]):
+            if item.is_removed and model.is_output(node.outputs[0]):
                 yield Declined(node.name, "it gives the graph's output its name")
                 continue
-            if found.is_removed:
-                walk.equal[id(node.outputs[0])] = found.source
-            yield found
+            if item.is_removed:
+                walk.equal[id(node.outputs[0])] = item.source
+            yield item
 
     def rewrite(self, model: GraphModel, match: Redundant) -> Applied:
         """Remove one node, or let it read an earlier tensor."""

@@ -7,7 +7,7 @@ from tempfile import TemporaryDirectory
 
 import onnx
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from random_graphs import RandomGraph
 from rewrite_models import artifact
@@ -67,6 +67,7 @@ def test_any_order_gives_the_same_outputs(seed: int, order: list[type]) -> None:
 
 
 @given(SEEDS)
+@example(33619)  # a bias that is 0 behind a product of K = N = 1
 @settings(max_examples=2)
 def test_a_second_run_changes_nothing(seed: int) -> None:
     check_twice(seed)

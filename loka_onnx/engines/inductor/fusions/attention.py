@@ -9,8 +9,8 @@ kernels give 0 anyway. A row that a finite BF16 mask masks is uniform (`kernels.
 the graph, which rounds sums: the kernels add in FP32. Constant factors of Q or Kᵀ alone stay with them.
 
 The compiler writes products and probabilities (batch, heads, q, k) to memory; a fused kernel keeps them on
-the chip and sums in FP32. On a GPU, where the keys of a head fit one tile, it is an own kernel (`is_short`,
-`kernels.triton_attention`), else PyTorch selects one: on an H100 cuDNN's, which pays from `LEAST` products.
+the chip and sums in FP32. On a GPU it is an own kernel where the keys of a head fit one tile (`is_short`,
+`kernels.triton_attention`), else PyTorch's choice: on an H100 cuDNN's, which pays from `LEAST` products.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ examples of 8 heads of width 16, 2304 products took 165 µs fused and 137 otherw
 SHORT_KEYS = range(16, 257)
 """Numbers of keys in a tile of our kernel; fewer would be more than half padding."""
 SHORT_QUERIES, SHORT_WIDTH, SHORT_ELEMENTS = 256, 128, 1 << 14
-"""Most queries and head width of our kernel, and elements of its tile of keys (32 KiB; the same for
-values)."""
+"""Most queries and head width of our kernel, and elements of its tile of keys (32 KiB), or values."""
 _SHAPES = {"Expand", "Flatten", "Reshape", "Squeeze", "Tile", "Unsqueeze"}
 MOVEMENTS = _SHAPES | {"Concat", "Gather", "Identity", "Slice", "Split", "Transpose"}
 """Operators through which the lowering passes quantized values."""
@@ -42,11 +41,8 @@ MOVEMENTS = _SHAPES | {"Concat", "Gather", "Identity", "Slice", "Split", "Transp
 
 @dataclass(frozen=True)
 class _Attention:
-    """A matched attention.
-
-    Attributes:
-        inside: All nodes but the last one, Q · Kᵀ last.
-        mask: Added mask, or a condition: true where products stay (`keep`), or become −∞ (`drop`).
+    """A matched attention: `inside` are all nodes but the last one, Q · Kᵀ last; `mask` is added, or a
+    condition that is true where products stay (`keep`) or become −∞ (`drop`).
     """
 
     q: Tensor
@@ -156,7 +152,6 @@ def _through_casts(tensor: Tensor, inside: tuple[Node, ...]) -> tuple[Tensor, tu
 
 
 def _number(tensor: Tensor) -> float | None:
-    """Value of a constant with one element."""
     return float(tensor.values.item()) if tensor.is_read and tensor.values.size == 1 else None
 
 
@@ -220,7 +215,6 @@ def _is_mask(mask: Tensor, products: tuple[int | None, ...]) -> bool:
 
 
 def _check_graph(graph: PlannedGraph, match: _Attention) -> None:
-    """Refuse a softmax over other axes than the keys, and intermediate tensors that something else reads."""
     if match.softmax.attrs.get("axis", -1) not in {-1, len(match.q.shape or ()) - 1}:
         raise DeclinedFusion("its softmax is not over the keys")
     inner = {id(node) for node in (*match.inside, match.out)}

@@ -119,7 +119,7 @@ class Ends:
 
     @property
     def attributes(self) -> dict[str, int]:
-        """Which outputs there are, and the ONNX type of that of the Q."""
+        """Attributes of the node: `wide` if it outputs Z, and the ONNX type of the Q's output."""
         narrow = {} if self.quantize is None else {"narrow": self.quantize.outputs[0].kind}
         return {"wide": int(self.wide), **narrow}
 

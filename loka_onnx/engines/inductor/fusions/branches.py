@@ -8,9 +8,8 @@ f is what follows in all branches alike: elementwise operators, sums over inner 
 the sources are neighbours of one Split (`transforms.linears.merge_parallel_linears`), X is a view, else a
 Concat, for which branches of two products and more pay. A Concat of all branches reads Y.
 
-E products become one, and a kernel of what follows; a part of a Split would be copied in front of our own
-product. Sums are rounded to the base before the bias is added: one rounding more than our product makes. Not
-timed on a GPU yet.
+E products become one, and a kernel of f; our own product would copy a part of a Split. Sums are rounded once
+more than there: to the base before the bias is added. Not timed on a GPU yet.
 """
 
 from __future__ import annotations
@@ -39,10 +38,7 @@ Step = tuple[Node, ...]
 
 
 def stacked_branches(graph: PlannedGraph, node: Node) -> Fused | None:
-    """Compute a product and what follows it together with its twins in other branches.
-
-    None where it does not match; a reason is never given.
-    """
+    """Batch a product and the nodes behind it with their twins in other branches; declines none."""
     first = _twins(graph, node) if _is_linear(node) else ()
     steps = _followed(first) if len(first) > 1 else []
     products = [step for step in steps if is_plain(step[0])]
@@ -94,13 +90,13 @@ def _twins(graph: PlannedGraph, node: Node) -> Step:
 
 
 def _form(node: Node) -> tuple[Any, ...] | None:
-    """Form of a linear, and of what makes its source; None for other nodes."""
+    """Form of a linear and of the producer of its source; None for other nodes."""
     if not node.outputs or not _is_linear(node):
         return None
     maker = node.reads(0).producer
-    made: Any = maker and (maker.op, maker.attrs, [each and each.shape for each in maker.inputs])
-    made = id(maker) if maker is not None and maker.op == "Split" else made
-    return node.op, node.attrs, [each and each.shape for each in node.inputs], made
+    source: Any = maker and (maker.op, maker.attrs, [each and each.shape for each in maker.inputs])
+    source = id(maker) if maker is not None and maker.op == "Split" else source
+    return node.op, node.attrs, [each and each.shape for each in node.inputs], source
 
 
 def _place(first: Step) -> int | None:
@@ -147,7 +143,7 @@ def _followed(first: Step) -> list[Step]:
 
 
 def _twin(node: Node, tensor: Tensor, branch: int, packs: dict[int, list[Tensor]]) -> Node | None:
-    """The reader of a tensor that computes in a branch what a node computes in the first."""
+    """The reader of a tensor in a branch that computes the same as a node of the first branch."""
 
     def is_alike(mine: Tensor | None, theirs: Tensor | None) -> bool:
         if mine is None or theirs is None or not (mine.is_read and theirs.is_read):
@@ -192,9 +188,9 @@ class _Writer:
     def add(self, op: str, inputs: Sequence[Tensor | None], like: Tensor, **attrs: Any) -> Tensor:
         """Add a node; return its output, of the type of another tensor."""
         name = self.graph.fresh_name(f"{self.name}/{op.lower()}")
-        made = Tensor(self.graph.fresh_name(f"{name}.out"), like.kind)
-        self.graph.replace(op, name, inputs, [made], attrs)
-        return made
+        output = Tensor(self.graph.fresh_name(f"{name}.out"), like.kind)
+        self.graph.replace(op, name, inputs, [output], attrs)
+        return output
 
     def numbers(self, *values: int) -> Tensor:
         """Create a vector of integers."""
@@ -221,8 +217,8 @@ class _Writer:
             turned = bool(node.attrs.get("transB", 0))
             weights = [each.reads(1).values.T if turned else each.reads(1).values for each in step]
             weight = self.graph.constant(f"{self.name}.weight", np.stack(weights))
-            made = self.add("MatMul", [inputs[0], weight], result, products=[each.name for each in step])
-            return self.add("Add", [made, self.constants(step, 2, 2)], result) if node.has(2) else made
+            product = self.add("MatMul", [inputs[0], weight], result, products=[each.name for each in step])
+            return self.add("Add", [product, self.constants(step, 2, 2)], result) if node.has(2) else product
         if node.op in _AXES:
             axes = node.reads(1).values.reshape(-1).tolist()
             inputs[1] = self.numbers(*(axis if axis < 0 else axis + 1 for axis in axes))
@@ -241,7 +237,7 @@ class _Writer:
         return self.graph.constant(f"{self.name}.constant", np.stack(padded))
 
     def add_join(self, node: Node, stack: Tensor) -> None:
-        """Add what replaces a Concat of all branches: their stack, transposed and reshaped."""
+        """Replace a Concat of all branches by their stack, transposed and reshaped."""
         shape = [each or 0 for each in node.reads(0).shape or ()]
         axis = node.attrs["axis"] % len(shape)
         order = [*range(1, axis + 1), 0, *range(axis + 1, len(shape) + 1)]
@@ -252,7 +248,7 @@ class _Writer:
         )
 
     def add_part(self, branch: int, stack: Tensor, result: Tensor) -> None:
-        """Add what replaces the result of one branch: its slice of the stack."""
+        """Replace the result of one branch by its slice of the stack."""
         bounds = [self.numbers(number) for number in (branch, branch + 1, 0)]
         inputs = [self.add("Slice", [stack, *bounds], stack), bounds[2]]
         self.graph.replace("Squeeze", self.graph.fresh_name(f"{self.name}/branch"), inputs, [result], {})

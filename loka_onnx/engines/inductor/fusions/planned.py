@@ -21,6 +21,7 @@ from onnx.external_data_helper import uses_external_data
 
 from loka_onnx.errors import InternalError
 from loka_onnx.graph.detached import add_inferred_shapes, read_array
+from loka_onnx.graph.naming import unused
 from loka_onnx.graph.storage import read_external, read_proto
 
 Array = npt.NDArray[Any]
@@ -31,13 +32,9 @@ MOST_READ = 1 << 22
 
 @dataclass(eq=False)
 class Tensor:
-    """A tensor of the graph.
-
-    Attributes:
-        kind: ONNX element type; 0 where unknown.
-        shape: Lengths of its axes, None for a dynamic one; None where the rank is unknown.
-        consumers: Its readers, one entry for each input that reads it.
-        stored: Its initializer, if it is one.
+    """A tensor of the graph, with its ONNX element type `kind` (0: unknown), the lengths of its axes (None
+    for a dynamic one, or for an unknown rank), one entry in `consumers` for each input that reads it, and its
+    initializer (`stored`), if it is one.
     """
 
     name: str
@@ -72,13 +69,8 @@ class Tensor:
 
 @dataclass(eq=False)
 class Node:
-    """A node of the graph.
-
-    Attributes:
-        op: Operator, with its domain unless that is ONNX's own: ``MatMul``, ``loka::Attention``.
-        inputs: Input tensors; None for an omitted optional one.
-        outputs: Output tensors; empty once another node computes them.
-        source: The original node; None for a new one.
+    """A node of the graph. `op` has its domain unless that is ONNX's own: ``MatMul``, ``loka::Attention``. An
+    omitted input is None; `outputs` are empty once another node computes them; a new node has no `source`.
     """
 
     op: str
@@ -119,13 +111,9 @@ class PlannedGraph:
 
     @classmethod
     def load(cls, path: Path, base: int | None = None, *, infers: bool = True) -> PlannedGraph:
-        """Read a model and, for fusions, infer types and shapes.
-
-        With `base`, the ONNX type that every FP32 tensor is assumed to have, the graph is for analysis only:
-        large weights are not read, and it cannot be lowered.
-
-        Raises:
-            ModelError: The file or its external data are missing, truncated or invalid.
+        """Read a model and, for fusions, infer types and shapes; ModelError if the file or its external data
+        are missing, truncated or invalid. With `base`, the ONNX type that every FP32 tensor is assumed to
+        have, the graph is for analysis only: large weights are not read, and it cannot be lowered.
         """
         proto = read_proto(path)
         if proto.functions:
@@ -147,10 +135,7 @@ class PlannedGraph:
 
     def fresh_name(self, base: str) -> str:
         """Return an unused name."""
-        name, count = base, 0
-        while name in self._names:
-            count += 1
-            name = f"{base}_{count}"
+        name = unused(base, self._names)
         self._names.add(name)
         return name
 
@@ -168,10 +153,7 @@ class PlannedGraph:
     def replace(
         self, op: str, name: str, inputs: Sequence[Tensor | None], outputs: Sequence[Tensor], attrs: Attrs
     ) -> None:
-        """Add a node that becomes the producer of existing `outputs`.
-
-        Names, types and readers of these tensors stay.
-        """
+        """Add a node that becomes the producer of existing `outputs`, whose names, types and readers stay."""
         for tensor in outputs:
             earlier = tensor.producer
             if earlier is not None:
@@ -211,7 +193,6 @@ class PlannedGraph:
 
 
 def _linked(node: Node) -> Node:
-    """Make a node the reader of its inputs and the producer of its outputs."""
     for tensor in node.inputs:
         if tensor is not None:
             tensor.consumers.append(node)

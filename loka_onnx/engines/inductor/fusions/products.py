@@ -1,4 +1,4 @@
-"""Products of an activation and a constant with their epilogue, biases moved to them, and quantized concats.
+"""Products of an activation and a constant with their epilogue, biases moved to them, and concatenations.
 
 A product in FP8 or INT8 (A and W behind their DQ), BF16 or FP16, and operators behind it that need no other
 element of its output, in this order, each optional::
@@ -8,30 +8,27 @@ element of its output, in this order, each optional::
     Z, Q(Z)
 
 become one node, even without an epilogue. The lowering computes it by one kernel, or by a library's product
-and kernels of the compiler, whichever measured faster at that shape.
+and kernels of the compiler, whichever is faster at that shape. The other fusions are not timed on a GPU yet.
 
-For linears merged into one product (`transforms.linears.merge_parallel_linears`), each with its own bias::
+Linears merged into one product (`transforms.linears.merge_parallel_linears`), each with its own bias::
 
     [Z₁, …, Zₙ] = Split(A · W),   Yᵢ = Zᵢ + bᵢ      =      [Y₁, …, Yₙ] = Split(A · W + concat(b₁, …, bₙ))
 
-with the same sums. Behind the Split, every part is read and written again only for its bias; in front of it,
-the parts are views of the product's output, which `kernels.triton_attention` reads directly. Not timed on a
-GPU yet.
+have the same sums. Behind the Split, every part is read and written again only for its bias; in front of it,
+the parts are views of the product's output, which `kernels.triton_attention` reads directly.
 
 A concatenation of two matrices with the Q behind it, rounded to the type of X on reading::
 
     X  =  concat(A, B),    X, Q(X)
 
+Inductor's own kernel took 35 µs, and 15 without the Q, for an unknown reason (DLRM-DCNv2 at 2048, H100).
+
 Concatenations of more than 8 tensors, as of a ranker's features, are taken apart::
 
     concat(A₁, …, Aₙ)  =  concat(concat(A₁, …, A₈), concat(A₉, …), …)
 
-because Inductor computes up to 8 gathers and elementwise results in one kernel, and launches one for each of
-more: 9 of 46 launches of fuxictr-finalmlp (sm90). Results of products are not grouped: they would be copied.
-The gain is not timed on a GPU yet.
-
-Of the concatenation with a Q, Inductor's own kernel took 35 µs, and 15 without the Q, for an unknown reason
-(DLRM-DCNv2 at 2048 on an H100, where X is x0 of every cross layer). Our kernel is not timed on a GPU yet.
+Inductor computes up to 8 gathers and elementwise results in one kernel, and launches one for each of more: 9
+of 46 launches of fuxictr-finalmlp (sm90). Results of products would be copied, so they are not grouped.
 """
 
 from __future__ import annotations
@@ -135,9 +132,8 @@ def half_product(graph: PlannedGraph, node: Node) -> Fused | None:
 
 
 def _transposed(graph: PlannedGraph, node: Node, stored: Tensor) -> Tensor:
-    """Transpose a product's weight to (N, K), in which matrix units read both factors along K.
-
-    A weight that was not loaded is unchanged: such a graph is only analysed.
+    """Transpose a product's weight to (N, K), in which matrix units read both factors along K. A weight that
+    was not loaded is unchanged: such a graph is only analysed.
     """
     return stored if node.attrs.get("transB", 0) or not stored.is_read else graph.transposed(stored)
 
@@ -182,9 +178,8 @@ class _Epilogue:
         return match
 
     def write(self, graph: PlannedGraph, node: Node, op: str, *factors: Tensor | None) -> Fused:
-        """Write the fused node, under the site's name; the old node has no outputs left.
-
-        `factors` are A, its scale, Wᵀ, its scale, and the product of both scales for each column.
+        """Write the fused node under the site's name; the old node has no outputs left. `factors` are A, its
+        scale, Wᵀ, its scale, and the product of both scales for each column.
         """
         ends = Ends.of(graph, self.end)
         inputs = [*factors[:4], self.bias, *(self.cross or (None, None)), ends.scale, *factors[4:]]

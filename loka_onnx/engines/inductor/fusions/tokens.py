@@ -19,9 +19,8 @@ A mixer without a norm and other tokens F, or the mixer alone, flattened or not,
 
 Exporters write W · X as (Xᵀ · Wᵀ)ᵀ. A compiler makes both transposes strides: the product then runs on a
 kernel for unaligned operands, and the cast or Q of Z reads across rows. With n = 11 and Z of 27 × 128 at
-2,048 examples (MovieLens' columns in front of a DLRM-DCNv2, on an H100, the record `trained-dlrm-dcnv2` of
-tree 005134e) the product took 22 µs, the cast of its input 7 µs, and the concatenation 8 µs, or 36 µs with a
-Q.
+2,048 examples (MovieLens' columns in front of a DLRM-DCNv2, on an H100, record `trained-dlrm-dcnv2` of tree
+005134e) the product took 22 µs, the cast of its input 7, and the concatenation 8, or 36 with a Q.
 """
 
 from __future__ import annotations
@@ -305,19 +304,10 @@ def token_concat(graph: PlannedGraph, node: Node) -> Fused | None:
     end = _flattened(graph, match.end, (m + (0 if others is None else others[0])) * d)
     ends = Ends.of(graph, end)
     name = graph.fresh_name(f"{mix.product.name}/tokens")
-    inputs = [
-        unrounded(graph, mix.x),
-        graph.constant(f"{name}.w", mix.weight.T),
-        None if beside is None else unrounded(graph, beside),
-        ends.scale,
-    ]
-    attrs = {
-        "products": [mix.product.name],
-        "mix_first": int(match.is_first),
-        "flat": int(end is not match.end),
-        "base": match.end.kind,
-        **ends.attributes,
-    }
+    tokens, weight = unrounded(graph, mix.x), graph.constant(f"{name}.w", mix.weight.T)
+    inputs = [tokens, weight, None if beside is None else unrounded(graph, beside), ends.scale]
+    attrs: dict[str, Any] = {"products": [mix.product.name], "mix_first": int(match.is_first)}
+    attrs |= {"flat": int(end is not match.end), "base": match.end.kind, **ends.attributes}
     graph.replace(f"{DOMAIN}::TokenConcat", name, inputs, ends.replaced(end), attrs)
     return Fused(name, (mix.product.name,))
 

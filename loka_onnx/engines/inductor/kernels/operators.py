@@ -36,7 +36,6 @@ def _record(node: Node, kind: torch.dtype) -> None:
 
 
 def _number(node: Node, value: Value) -> float | None:
-    """Return a constant scale as a number; None where there is none."""
     if value is None:
         return None
     if isinstance(value, Constant) and value.array is not None and value.array.size == 1:
@@ -45,7 +44,6 @@ def _number(node: Node, value: Value) -> float | None:
 
 
 def _narrow(node: Node) -> torch.dtype:
-    """Type of the quantized output."""
     return TORCH_TYPES[node.get("narrow", onnx.TensorProto.FLOAT8E4M3FN)]
 
 
@@ -89,10 +87,9 @@ def token_residual_norm(node: Node, x: Tensor, f: Tensor, w: Tensor, gamma: Tens
 
 @operator("Attention", domain=DOMAIN)
 def attention(node: Node, q: Tensor, kt: Tensor, v: Tensor, mask: Tensor | None = None) -> Any:
-    """Lower exact attention (formula in `fusions.attention`), with or without the axis of heads.
-
-    q is (batch, heads, queries, d), kt (batch, heads, d, keys), v (batch, heads, keys, d). A float mask is
-    added; a boolean one keeps where true, or with the attribute `drop` where false.
+    """Lower exact attention (formula in `fusions.attention`), with or without the axis of heads. q is (batch,
+    heads, queries, d), kt (batch, heads, d, keys), v (batch, heads, keys, d). A float mask is added; a
+    boolean one keeps where true, or with the attribute `drop` where false.
     """
     _record(node, q.dtype)
     if mask is not None:
@@ -130,9 +127,7 @@ def _is_short(q: Tensor, kt: Tensor, v: Tensor, mask: Tensor | None) -> bool:
 
 def _readable(tensor: Tensor) -> Tensor:
     """Copy a tensor unless our kernel can compile its strides in: static ones that fit 32 bits within an
-    example.
-
-    Some models keep the batch on another axis than the first.
+    example. Some models keep the batch on another axis than the first.
     """
     steps = list(zip(tensor.stride(), tensor.shape, strict=True))
     fits = all(isinstance(stride, int) for stride, _ in steps)
@@ -143,10 +138,7 @@ def _readable(tensor: Tensor) -> Tensor:
 
 @operator("ConcatQuantize", domain=DOMAIN, raw=True, wide=(2,))
 def concat_quantize(node: Node, a: Value, b: Value, out_scale: Value) -> tuple[Tensor, ...]:
-    """Lower a Concat of columns (M, a) and (M, b) to X in the base type, if `wide`, and X / `out_scale`.
-
-    On CUDA the kernel is `triton_concats.concat_quantize`.
-    """
+    """Lower a Concat of columns (M, a) and (M, b) to X in the base type, if `wide`, and X / `out_scale`."""
     left, right = node.tensor(a), node.tensor(b)
     half, wide = TORCH_TYPES[node.get("base", 1)], bool(node.get("wide", 1))
     scale = _number(node, out_scale)

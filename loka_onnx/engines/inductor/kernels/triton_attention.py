@@ -49,8 +49,8 @@ class Shape:
     @property
     def warps(self) -> int:
         """The fewest warps that hold it in registers: one warp needs no barriers."""
-        made = self.queries * max(self.keys, self.width) // PRODUCTS
-        lanes = max(made, self.keys * self.width // LOADED)
+        products = self.queries * max(self.keys, self.width) // PRODUCTS
+        lanes = max(products, self.keys * self.width // LOADED)
         return min(max(lanes // 32, 1), MOST_WARPS)
 
 
@@ -110,9 +110,9 @@ def _loka_short_attention_kernel(  # type: ignore[no-untyped-def]
     shares = tl.exp2(scores * LOG2E if ADDED else scores)
     total = tl.sum(shares, 1)
     shares *= (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]
-    found = tl.dot(shares.to(q.dtype), v)
+    result = tl.dot(shares.to(q.dtype), v)
     place = (example * QUERIES + rows[:, None]) * (HEADS * D) + head * D + columns[None, :]
-    tl.store(out_ptr + place, found.to(q.dtype), mask=in_rows[:, None] & in_d[None, :])
+    tl.store(out_ptr + place, result.to(q.dtype), mask=in_rows[:, None] & in_d[None, :])
 
 
 @triton_op("loka::short_attention", mutates_args={})

@@ -12,7 +12,7 @@ Of a learned mix of tokens and other tokens. For each example, with tokens X (n,
     Z    =   concat(F, W · X)  or  concat(W · X, F), rounded to BF16 or FP16        (n_F + m, d)
     out  =   Z, Z / s in E4M3FN, or one of them
 
-X and F are read once, in their own types, and Z is written once. A program holds one example.
+A program holds one example: it reads X and F once, in their own types, and writes Z once.
 """
 
 from __future__ import annotations
@@ -65,10 +65,8 @@ def _loka_concat_quantize_kernel(  # type: ignore[no-untyped-def]
 def concat_quantize(
     a: Tensor, b: Tensor, inverse_scale: float, half: torch.dtype, wide: bool, narrow: torch.dtype
 ) -> list[Tensor]:
-    """Round a and b, contiguous in FP32, BF16 or FP16, to `half`, join their columns, and quantize.
-
-    Returns X (M, a + b) where `wide` asks for it, then the same in `narrow`, E4M3FN or INT8, times
-    `inverse_scale`.
+    """Round a and b, contiguous in FP32, BF16 or FP16, to `half`, join their columns, and quantize. Returns X
+    (M, a + b) if `wide`, then X times `inverse_scale` in `narrow`, E4M3FN or INT8.
     """
     (m, first), second = a.shape, b.shape[1]
     n = first + second
@@ -145,9 +143,9 @@ def token_concat(
     shape = (batch, others + m, d)
     rows = max(n, m, others)
     is_large = triton.next_power_of_2(rows) * triton.next_power_of_2(d) >= LARGE
-    made = [torch.empty(shape, dtype=half, device=x.device)] if wide else []
+    outputs = [torch.empty(shape, dtype=half, device=x.device)] if wide else []
     if narrow is not None:
-        made.append(torch.empty(shape, dtype=narrow, device=x.device))
+        outputs.append(torch.empty(shape, dtype=narrow, device=x.device))
     sizes = {"N": n, "M": m, "NF": others, "D": d, "N2": padded(n), "M2": padded(m), "D2": padded(d)}
     sizes["NF2"] = max(1, triton.next_power_of_2(others))
     how = {"MIX_FIRST": mix_first, "BF16": half is torch.bfloat16, "WIDE": wide}
@@ -155,6 +153,12 @@ def token_concat(
     # An unused pointer must be valid.
     read = (x, w, x if f is None else f)
     wrap_triton(_loka_token_concat_kernel)[(batch,)](
-        *read, made[0], made[-1], inverse_scale, **sizes, **how, num_warps=2 * WARPS if is_large else WARPS
+        *read,
+        outputs[0],
+        outputs[-1],
+        inverse_scale,
+        **sizes,
+        **how,
+        num_warps=2 * WARPS if is_large else WARPS,
     )
-    return made
+    return outputs

@@ -1,7 +1,6 @@
-"""Mixes of tokens and the norm behind them, in one pass over the tokens.
+"""Mixes of tokens and the norm behind them, in one pass over the tokens; a program holds one example.
 
-The interaction half of a factorization machine block. For each example, with tokens X (n, d), learned Y
-(n, k), and γ, β of n·k::
+The interaction half of a factorization machine block, with tokens X (n, d), learned Y (n, k), γ and β::
 
     S   =   X · (Xᵀ · Y)                                (n, k)
     out =   (S − mean S) / √(var S + ε) · γ + β         over all n·k values of the example
@@ -9,14 +8,13 @@ The interaction half of a factorization machine block. For each example, with to
 A compiler makes three batched products, a transposed copy of X for two of them and a reduction; this kernel
 reads X once and writes only `out`, quantized where Q follows.
 
-A residual block over tokens, with the block's own tokens F (n_F, d), a learned mix W (n_L, n) with
-n_F + n_L = n, and γ, β of d::
+A residual block over tokens, with own tokens F (n_F, d), a learned W (n_L, n), n_F + n_L = n, γ and β of d::
 
     Z    =   concat(F, W · X) + X                            (n, d)
     out  =   (Z − mean Z) / √(var Z + ε) · γ + β             over the d values of each token
 
 A compiler writes the concatenation, and a transposed X for W · X. This kernel reads X and F once and writes
-`out` once, the least memory traffic. A program of either kernel holds one example.
+`out` once, the least memory traffic.
 """
 
 from __future__ import annotations
@@ -69,9 +67,8 @@ def factorization_norm(
     inverse_scale: float,
     narrow: torch.dtype | None,
 ) -> Tensor:
-    """Compute the interaction and its norm of x (batch, n, d) and y (n, k), BF16 or FP16, contiguous.
-
-    Returns (batch, n·k) in the type of x; with `narrow`, E4M3FN or INT8, in that, times `inverse_scale`.
+    """Compute the interaction and its norm of x (batch, n, d) and y (n, k), BF16 or FP16, contiguous. Returns
+    (batch, n·k) in the type of x; with `narrow`, E4M3FN or INT8, in that, times `inverse_scale`.
     """
     batch, n, d = x.shape
     k = y.shape[1]
@@ -126,9 +123,8 @@ def _loka_token_residual_norm_kernel(  # type: ignore[no-untyped-def]
 def token_residual_norm(
     x: Tensor, f: Tensor, w: Tensor, gamma: Tensor, beta: Tensor, epsilon: float
 ) -> Tensor:
-    """Compute LayerNorm(x + concat(f, w·x)) over d, in the type of x; f holds the first n_F tokens.
-
-    x (batch, n, d), f (batch, n_F, d) and w (n_L, n) are contiguous, of one type, BF16 or FP16.
+    """Compute LayerNorm(x + concat(f, w·x)) over d, in the type of x; f holds the first n_F tokens. x (batch,
+    n, d), f (batch, n_F, d) and w (n_L, n) are contiguous, of one type, BF16 or FP16.
     """
     batch, n, d = x.shape
     later, first = w.shape[0], n - w.shape[0]

@@ -8,12 +8,11 @@ one, summed in FP32, INT8 in INT32::
     out  =   Z in the base precision, Z / s in E4M3FN or INT8, or both
 
 cuBLASLt writes Z in the base precision and another kernel reads it to quantize; here Z stays in registers.
-Tiles run in L2 order as in Triton's matrix multiplication tutorial. The fastest tile depends on the shape and
-is measured (`choosing`).
+Tiles run in L2 order as in Triton's matrix multiplication tutorial. `choosing` measures tiles.
 
-Few rows and columns make fewer tiles than a GPU has processors, and a long K makes each slow. K of a tile may
-be split: several programs multiply a part of K each, and a second kernel adds their results in a fixed order
-and applies the epilogue.
+Few rows and columns make fewer tiles than a GPU has processors, and a long K makes each slow. K may be split:
+programs multiply a part of K each, and a second kernel adds their results in a fixed order and applies the
+epilogue.
 """
 
 from __future__ import annotations
@@ -144,8 +143,8 @@ def _add_up_kernel(  # type: ignore[no-untyped-def]
     place = m.to(tl.int64)[:, None] * N + n[None, :]
     z = tl.zeros((BM, BN), dtype=parts_ptr.dtype.element_ty)
     for part in tl.static_range(SPLIT):
-        made = (part * M + m).to(tl.int64)[:, None] * N + n[None, :]
-        z += tl.load(parts_ptr + made, mask=stored, other=0.0)
+        partial = (part * M + m).to(tl.int64)[:, None] * N + n[None, :]
+        z += tl.load(parts_ptr + partial, mask=stored, other=0.0)
     _finish(
         z, m, n, N, place, stored,
         scale_ptr, bias_ptr, x0_ptr, x_ptr, wide_ptr, narrow_ptr, inverse_scale, slope,
@@ -187,25 +186,12 @@ def product(
     parts = torch.empty((split, m, n), dtype=sums, device=a.device) if split > 1 else None
     # An unused pointer must be valid.
     read = [a if each is None else each for each in (scale, bias, x0, x, high, low)]
-    follows = {
-        "SCALED": scale is not None,
-        "BIAS": bias is not None,
-        "RELU": int(relu) + int(relu and slope != 0.0),
-        "CROSS": x0 is not None,
-        "FIRST": x is None,
-        "WIDE": high is not None,
-        "NARROW": low is not None,
-    }
+    follows: dict[str, int] = {"SCALED": scale is not None, "BIAS": bias is not None}
+    follows |= {"RELU": int(relu) + int(relu and slope != 0.0), "CROSS": x0 is not None, "FIRST": x is None}
+    follows |= {"WIDE": high is not None, "NARROW": low is not None}
     unit = MULTIPLE // a.element_size()
-    tiles = {
-        "UNIT": unit,
-        "BM": bm,
-        "BN": bn,
-        "BK": bk,
-        "GROUP_M": GROUP,
-        "SPLIT": split,
-        "WHOLE_K": k % bk == 0,
-    }
+    tiles = {"UNIT": unit, "BM": bm, "BN": bn, "BK": bk, "GROUP_M": GROUP, "SPLIT": split}
+    tiles["WHOLE_K"] = k % bk == 0
     # None is Triton's default: on Hopper, the whole sum in the tensor core's precision.
     imprecise = bk if exact and a.dtype == torch.float8_e4m3fn else None
     wrap_triton(_loka_product_kernel)[(triton.cdiv(m, bm) * triton.cdiv(n, bn), split)](
@@ -217,4 +203,4 @@ def product(
         wrap_triton(_add_up_kernel)[(triton.cdiv(m, SUM_ROWS), triton.cdiv(n, SUM_COLUMNS))](
             parts, *read, m, n // unit, inverse_scale, slope, **tiles, **follows, num_warps=4
         )
-    return [made for made in (high, low) if made is not None]
+    return [output for output in (high, low) if output is not None]

@@ -33,12 +33,8 @@ REGISTERED = (elementwise, movement, operators, products, reductions)
 
 
 class LoweredModel(nn.Module):
-    """A graph that runs in torch; made by `lower`.
-
-    Attributes:
-        input_names: Names of the graph's inputs, in the order of `forward`.
-        output_names: Names of its outputs, in the order of the results.
-        batched: Inputs with a dynamic batch on axis 0.
+    """A graph that runs in torch, made by `lower`: names of inputs and outputs in the order of `forward`, and
+    the inputs with a dynamic batch on axis 0 (`batched`).
     """
 
     def __init__(
@@ -77,10 +73,8 @@ class LoweredModel(nn.Module):
         return (tuple({0: batch} if name in self.batched else {} for name in self.input_names),)
 
     def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Run the graph on one tensor per input, in the order of `input_names`.
-
-        Raises:
-            EngineError: The number of inputs is wrong, a node cannot be lowered, or torch refuses it.
+        """Run the graph on one tensor per input, in the order of `input_names`. Raises EngineError if their
+        number is wrong, a node cannot be lowered, or torch refuses it.
         """
         if len(inputs) != len(self.input_names):
             raise EngineError(
@@ -108,10 +102,7 @@ class LoweredModel(nn.Module):
 
 def lower(model: Path | PlannedGraph, products: ProductStrategy | None = None) -> LoweredModel:
     """Lower a model to a module, on the CPU; `products` multiplies eight bits, by default `ScaledMatMul`.
-
-    Raises:
-        ModelError: The file or its external data are missing, truncated or invalid.
-        EngineError: An operator or a type of the model has no lowering.
+    Raises as `PlannedGraph.load`, and EngineError for an operator or a type without a lowering.
     """
     scope = Scope(products or ScaledMatMul())
     planned = model if isinstance(model, PlannedGraph) else PlannedGraph.load(model, infers=False)
@@ -146,8 +137,8 @@ def _read(graph: PlannedGraph, scope: Scope) -> tuple[list[Node], dict[str, Cons
         names.add(name)
         domain, _, op_type = node.op.rpartition("::")
         attributes = {key: _attribute(value) for key, value in node.attrs.items()}
-        given = tuple("" if tensor is None else tensor.name for tensor in node.inputs)
-        nodes.append(Node(op_type, domain, name, attributes, given, tuple(outputs), scope))
+        inputs = tuple("" if tensor is None else tensor.name for tensor in node.inputs)
+        nodes.append(Node(op_type, domain, name, attributes, inputs, tuple(outputs), scope))
     return nodes, {
         name: _constant(tensor.stored) for name, tensor in read.items() if tensor.stored is not None
     }

@@ -1,7 +1,6 @@
 """Operators that move, repeat, drop or pad elements, or read or write them at computed positions.
 
-ONNX counts negative positions from the end in all of them. So does torch's indexing, but not gather or
-scatter.
+ONNX counts negative positions from the end; so does torch's indexing, but not gather or scatter.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A graph node during lowering, and the table of lowering functions.
 
-A function takes the node and one value per input and returns a value or a tuple of values. Its inputs depend
-on the registration:
+A function takes the node and one value per input and returns one or a tuple. Its registration decides on
+them:
 
 - by default, tensors;
 - at the positions `numbers`, a `ShapeValue` where the input is a constant or comes from shapes, else the
@@ -62,11 +62,8 @@ class Scope:
 
 @dataclass(frozen=True)
 class Node:
-    """One node of the graph; names are empty for ONNX's own domain, omitted inputs and unused outputs.
-
-    Attributes:
-        name: Name of the node, or of its first output where it has none.
-        attributes: Attributes as Python values: text as `str`, tensors as arrays.
+    """One node of the graph; names are empty for ONNX's own domain, omitted inputs and unused outputs. A node
+    without a name has that of its first output. Attributes are Python values, tensors constants.
     """
 
     op_type: str

@@ -5,14 +5,13 @@ Source: ONNX operators, `QuantizeLinear-23` and `DequantizeLinear-23`::
     Q(x)  = saturate(round(x / s) + z)      rounding half to even, saturating at the type's limits
     DQ(q) = (q − z) · s
 
-FP8 saturates infinities too, keeps NaN, and has z = 0. The quotient is computed in FP32 in a BF16 or FP16
-graph too, the ``precision`` with which quantized plans are measured.
+FP8 saturates infinities too, keeps NaN, and has z = 0. The quotient is always computed in FP32, the
+``precision`` with which quantized plans are measured.
 
-The module's strategy (`strategies`) multiplies two FP8 factors, or INT8 ones with z = 0, of a MatMul or Gemm
-and is recorded in `Scope.sites`; all other products are torch's, in the type of their factors. One with a
-vector (`_is_of_vector`) is a sum that the compiler fuses with its neighbours: for the bilinear heads of
-fuxictr-finalmlp, (batch, 4, 1, 16) by (4, 16, 16) and that by (batch, 4, 16, 1), libraries took 37 of 134 µs
-at 2048 (sm90).
+The module's strategy (`strategies`) multiplies two FP8 factors, or INT8 ones with z = 0, of a MatMul or Gemm;
+torch computes all other products, in the type of their factors. One with a vector (`_is_of_vector`) is a sum
+that the compiler fuses with its neighbours: for the bilinear heads of fuxictr-finalmlp, (batch, 4, 1, 16) by
+(4, 16, 16) and that by (batch, 4, 16, 1), libraries took 37 of 134 µs at 2048 (sm90).
 """
 
 from __future__ import annotations
@@ -165,7 +164,6 @@ def gemm(node: Node, a: Value, b: Value, c: Value = None) -> Tensor:
 
 def _is_of_vector(a: Tensor, b: Tensor) -> bool:
     """True for a row by matrices or matrices by a column, unless all rows of a batch read one large matrix.
-
     The batch is no row, even if it is 1.
     """
     if min(a.dim(), b.dim()) < 2 or not a.is_floating_point():

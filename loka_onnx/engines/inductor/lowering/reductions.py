@@ -1,7 +1,6 @@
 """Reductions over axes, softmax, positions of extremes, and normalizations.
 
-torch computes the statistics of norms of BF16 and FP16 tensors in FP32 and rounds once, after the affine
-step, which meets ``stash_type``.
+torch computes norms of BF16 and FP16 tensors in FP32 and rounds once at the end, as ``stash_type`` asks.
 """
 
 from __future__ import annotations

@@ -34,8 +34,7 @@ from loka_onnx.engines.inductor.site_precision import MARK
 from loka_onnx.errors import LokaError
 
 _LARGEST_GROWTH = 4
-"""Largest ratio of a folded result's elements to those of its inputs; larger results are computed at run
-time."""
+"""Largest ratio of a folded result's elements to those of its inputs; others are computed at run time."""
 _SMALL = 1 << 14
 """Number of elements up to which a result is always folded."""
 
@@ -55,10 +54,8 @@ class Step:
 
 
 def evaluate(step: Step, inputs: Sequence[Value]) -> tuple[Value, ...]:
-    """The outputs of a node, whose operators are annotated with its name (`site_precision.MARK`).
-
-    Raises:
-        EngineError: The node cannot be lowered, or torch refuses it.
+    """The outputs of a node, whose operators are annotated with its name (`site_precision.MARK`). Raises
+    EngineError if the node cannot be lowered, or torch refuses it.
     """
     try:
         done = _apply(step, inputs)
@@ -102,14 +99,13 @@ def _lowered(step: Step, inputs: Sequence[Value]) -> Any:
 
 
 def _describe(node: Node, inputs: Sequence[Value]) -> str:
-    """Types and shapes of a node's inputs."""
     parts = []
     for name, value in zip(node.inputs, inputs, strict=False):
-        held = value.values if isinstance(value, Dequantized) else value
-        if isinstance(held, ShapeValue):
-            parts.append(f"'{name}' {list(held.entries)}")
-        elif held is not None:
-            parts.append(f"'{name}' {short_name(held.dtype)}{list(held.shape)}")
+        stored = value.values if isinstance(value, Dequantized) else value
+        if isinstance(stored, ShapeValue):
+            parts.append(f"'{name}' {list(stored.entries)}")
+        elif stored is not None:
+            parts.append(f"'{name}' {short_name(stored.dtype)}{list(stored.shape)}")
     return f"inputs {', '.join(parts) or 'none'}"
 
 

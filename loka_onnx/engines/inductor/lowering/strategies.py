@@ -40,14 +40,10 @@ def quantized(value: Tensor, scale: float, target: torch.dtype) -> Tensor:
 class Factors:
     """A product of FP8 or INT8 factors, or of two factors of the result's type; `site` names its node.
 
-    Attributes:
-        a: Left factor (…, M, K).
-        scale_a: Its FP32 scale, of rank 0 or (M,) for each row; 1 for a factor that is not quantized.
-        b: Right factor (…, K, N); a weight has contiguous columns, as cuBLASLt needs.
-        scale_b: Its FP32 scale, of rank 0 or (N,) for each column.
-        bias: Added to the result, (N,); or None.
-        dtype: Element type of the result and the bias.
-        scale: Product of both scales for each column, (N,), where it is precomputed.
+    `a` is (…, M, K) and `b` (…, K, N); a weight has contiguous columns, as cuBLASLt needs. Their FP32 scales
+    have rank 0, or are (M,) for each row and (N,) for each column; 1 for a factor that is not quantized.
+    `bias` (N,), if any, is added to the result and has its type, `dtype`. `scale` (N,) is the product of both
+    scales for each column, where it is precomputed.
     """
 
     site: str
@@ -88,14 +84,9 @@ class Factors:
 
 @dataclass(frozen=True, eq=False)
 class Epilogue:
-    """Elementwise operators behind a product and its bias.
-
-    Attributes:
-        cross: x0 and x of a cross layer, with the shape of the product; one tensor in the first layer.
-        relu: Whether negative values become 0, or `slope` times the value.
-        scale: Scale of the quantized output; None: there is none.
-        narrow: Type of the quantized output.
-        is_wide: Whether there is an output in the base precision.
+    """Elementwise operators behind a product and its bias: with `relu`, negative values become 0, or `slope`
+    times the value; `cross` are x0 and x of a cross layer, with the shape of the product, one tensor in the
+    first layer. Outputs are in the base precision if `is_wide`, and in `narrow` if it has a `scale`.
     """
 
     cross: tuple[Tensor, ...] = ()
@@ -126,7 +117,7 @@ class Epilogue:
 
 
 class Multiplied(NamedTuple):
-    """A computed product: what its epilogue gives, or the result (…, M, N) alone, and how it was computed."""
+    """A computed product: outputs of its epilogue, or the result (…, M, N) alone, and how it was computed."""
 
     outputs: tuple[Tensor, ...]
     site: CompiledSite
@@ -281,13 +272,9 @@ def _call(product: Factors) -> str:
 
 @dataclass(frozen=True)
 class Tile:
-    """Division of a matrix product into programs.
-
-    Attributes:
-        depth: Part of K in one step.
-        stages: Steps that are loaded ahead.
-        is_exact: Whether FP8 sums move to FP32 registers after each step; Hopper's tensor cores round them.
-        split: Parts of K, each multiplied by its own program.
+    """Division of a matrix product into programs: `depth` is the part of K in one step, `stages` the steps
+    that are loaded ahead, `split` the parts of K, each multiplied by its own program. With `is_exact`, FP8
+    sums move to FP32 registers after each step; Hopper's tensor cores round them.
     """
 
     rows: int
@@ -304,7 +291,7 @@ class Tile:
         return f"{size}-exact" if self.is_exact else size
 
     def numbers(self) -> list[int]:
-        """Return the numbers that the kernel takes."""
+        """The tile as the kernel takes it."""
         how = [int(self.is_exact), self.split]
         return [self.rows, self.columns, self.depth, self.stages, self.warps, *how]
 

@@ -74,11 +74,8 @@ def to_numpy(tensor: torch.Tensor) -> Array:
 
 @dataclass(frozen=True, eq=False)
 class Constant:
-    """An initializer or a folded result.
-
-    Attributes:
-        dtype: Its element type in the graph; its buffer may be wider.
-        array: Its values; None where only the buffer holds them.
+    """An initializer or a folded result, of the graph's element type `dtype`; its buffer may be wider.
+    `array` is None where only the buffer holds the values.
     """
 
     name: str
@@ -89,12 +86,7 @@ class Constant:
 
 @dataclass(frozen=True)
 class ShapeValue:
-    """A few numbers, plain or symbolic.
-
-    Attributes:
-        dtype: Element type of the tensor that they represent.
-        scalar: Whether that tensor has rank 0; otherwise its shape is (len(entries),).
-    """
+    """Numbers, plain or symbolic, of a tensor of rank 0 if `scalar`, else of shape (len(entries),)."""
 
     entries: tuple[Number, ...]
     dtype: torch.dtype = torch.int64
@@ -112,13 +104,8 @@ class ShapeValue:
 
 @dataclass(frozen=True, eq=False)
 class Dequantized:
-    """FP8 or INT8 values that represent ``values · scale``.
-
-    Attributes:
-        scale: FP32, of rank 0, or (channels,) for one scale per index of `axis`.
-        dtype: Element type of the product in the graph.
-        axis: Channel axis, counted from 0; None for one scale.
-        origin: The scale as a constant of the graph; None where it is computed.
+    """FP8 or INT8 values that represent ``values · scale``, of type `dtype` in the graph. `scale` is FP32, of
+    rank 0, or (channels,) along `axis`, counted from 0; `origin` is the scale if it is constant.
     """
 
     values: torch.Tensor

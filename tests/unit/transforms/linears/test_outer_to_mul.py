@@ -37,6 +37,14 @@ def test_every_form_is_elementwise(form: str, axes: str, tmp_path: Path) -> None
     assert done.record.max_abs < 1e-6
 
 
+@pytest.mark.parametrize("body", ["y = Gemm(x, w, b)", "p = MatMul(x, w) y = Add(p, b)"])
+def test_a_bias_of_zeros_goes(body: str, tmp_path: Path) -> None:
+    """Mods leave such a bias behind a product; behind a Mul it would be an operator that changes nothing."""
+    constants = {"w": (1, 16), "b": np.zeros(16, np.float32)}
+    case = Case(body, constants, inputs=NUMBER, outputs="float[batch,16] y")
+    assert op_types(rewrite(case.model(), OuterToMul(), tmp_path).after) == ["Mul"]
+
+
 @settings(max_examples=8)
 @given(width=st.integers(1, 40), scale=st.sampled_from([1e-6, 1.0, 1e6]), seed=st.integers(0, 2**31))
 def test_each_product_is_rounded_once(width, scale, seed, tmp_path_factory):
