@@ -19,6 +19,7 @@ from loka_onnx.core.artifact import ModelArtifact, OutputKind, OutputSpec
 from loka_onnx.core.site import SiteKind
 from loka_onnx.errors import LokaError, ModelError
 from loka_onnx.export.onnx_model import import_onnx
+from loka_onnx.graph.entry import canonicalize
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.graph.naming import NAME_SCOPES
 from loka_onnx.graph.products import other_products
@@ -279,6 +280,9 @@ UNSOUND: dict[str, Callable[[onnx.ModelProto], object]] = {
         helper.make_node("Einsum", ["x", ""], ["unused"], equation="bi,ij->bj")
     ),
     "no outputs": lambda m: node(m, "MatMul").ClearField("output"),
+    "an operator of nobody without a name and outputs": lambda m: m.graph.node.append(
+        helper.make_node("Own", ["x"], [], domain="own")
+    ),
     "a condition that is a vector": vector,
     "a branch without outputs": lambda m: node(m, "If").attribute[0].g.ClearField("output"),
     "a missing branch": lambda m: node(m, "If").attribute.pop(),
@@ -352,6 +356,19 @@ def test_an_odd_model_that_runs_comes_through_with_its_outputs(
 
 def take(place: Path) -> None:
     import_onnx(place / "model.onnx", place / "taken.onnx", (OutputSpec("y", OutputKind.LOGIT, "label"),))
+
+
+def test_inputs_that_are_left_out_at_the_end_are_not_there(write_model):
+    """Optimizing a LayerNormalization with "" for its bias, ONNX Runtime 1.31 ends the process."""
+    body = "y = LayerNormalization(x, w, ) z = Clip(y, , lo)"
+    path = write_model(
+        "g (float[b,8] x) => (float[b,8] z) { " + body + " }", {"w": (8,), "lo": np.float32(0)}
+    )
+    written = onnx.load(path)
+    written.graph.node[0].input[:] = ["x", "w", ""]
+    onnx.save(written, path)
+    taken = canonicalize(path).model.to_proto()
+    assert [list(node.input) for node in taken.graph.node] == [["x", "w"], ["y", "", "lo"]]
 
 
 def test_our_own_errors_and_the_lack_of_memory_pass_the_door_as_they_are(tmp_path: Path) -> None:
