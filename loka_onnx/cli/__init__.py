@@ -16,7 +16,7 @@ def command() -> NoReturn:
     if raised is signal.default_int_handler:
         # A process in the background may have been started to ignore it.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    from loka_onnx.cli.main import main
+    from loka_onnx.cli.main import end, main
 
-    signal.signal(signal.SIGINT, raised)
+    signal.signal(signal.SIGINT, end if raised is signal.default_int_handler else raised)
     main()

@@ -117,7 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         # A log in ASCII gets "?" for what it cannot hold, not a crash at the end of a long run.
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
-    signal.signal(signal.SIGTERM, _end)
+    signal.signal(signal.SIGTERM, end)
     _received.clear()
     if log_format != LogFormat.JSON or COMPLETING in os.environ:
         _leave(_run(line, None))
@@ -136,6 +136,11 @@ def _leave(code: int) -> NoReturn:
         # Python would flush again at exit, and print a message of its own.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = code or _report(error, None, is_debug=False)
+    if _received:
+        # A second signal breaks off the wait for threads. One inside ONNX Runtime would meet an interpreter
+        # that is gone, and abort the process.
+        sys.stderr.flush()
+        os._exit(code)
     sys.exit(code)
 
 
@@ -182,6 +187,8 @@ def _run(line: list[str], log: JsonLog | None) -> int:
 
 
 def _report_interrupt(number: int, log: JsonLog | None) -> int:
+    for each in (signal.SIGINT, signal.SIGTERM) if _received else ():
+        signal.signal(each, signal.SIG_IGN)
     message = "interrupted; `run --resume` and every stage verb go on from the last finished stage"
     return _say(log, "", message, "Interrupted", 128 + number)
 
@@ -239,6 +246,7 @@ class _UsageError(Protocol):
         """The fault, in words."""
 
 
-def _end(number: int, frame: FrameType | None) -> None:
+def end(number: int, frame: FrameType | None) -> None:
+    """Handle a signal that asks for the end, by an exception in the main thread."""
     _received.append(number)
     raise _Interrupted(number)

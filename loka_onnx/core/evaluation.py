@@ -336,8 +336,8 @@ class Why(StrEnum):
     """Reason why a candidate was rejected."""
 
     SLOWER = "slower"
-    WITHIN_NOISE = "as fast, in lower precision"
-    """Not faster beyond noise, and in lower precision than the chosen engine."""
+    WITHIN_NOISE = "not surely faster"
+    """Within noise of the chosen engine, which is more exact, or as exact and of the smaller median."""
     BEYOND = "beyond the budget"
     UNDECIDED = "undecided against the budget"
     NOT_CERTIFIED = "not inside the budget on certification"

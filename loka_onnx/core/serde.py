@@ -141,11 +141,15 @@ def read(kind: type[T], path: Path) -> T:
     with UserError(f"E1809 cannot read the {schema_id(kind)} document", where=str(path)).in_place_of(
         OSError, UnicodeDecodeError
     ):
-        # Reading a pipe or a device would never end.
-        if path.exists() and not path.is_file():
-            raise OSError("it is not a regular file")
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path)
     return loads(kind, text, where=str(path))
+
+
+def read_text(path: Path) -> str:
+    """Read a file; OSError if it is a pipe or a device, whose reading may never end."""
+    if path.exists() and not path.is_file():
+        raise OSError("it is not a regular file")
+    return path.read_text(encoding="utf-8")
 
 
 def write_text(text: str, path: Path) -> None:

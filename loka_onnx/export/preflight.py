@@ -82,7 +82,8 @@ _REMEDY = {
     Fault.NOT_FINITE: "check the weights and what the operator is given: a logarithm, a root or a quotient "
     "may need a bound in the model, or the data other rows",
     Fault.RANDOM: _EXPORTED_AGAIN,
-    Fault.COUPLED: _EXPORTED_AGAIN,
+    Fault.COUPLED: "correct the operator: (batch, n) beside (batch, 1, n) is broadcast to (batch, batch, n); "
+    f"or {_EXPORTED_AGAIN}",
     Fault.CONVERTED: "export it in FP32, with opset_version=21 or later and without functions",
 }
 

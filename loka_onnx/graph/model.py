@@ -150,6 +150,22 @@ class GraphModel:
         proto.ir_version = max(onnx.helper.find_min_ir_version_for(standard), OLDEST_IR)
         return Exported(proto, detached, ())
 
+    def shapes_at(self, batch: int) -> dict[str, tuple[int | None, ...]]:
+        """Infer the shapes of the main graph's tensors for a batch size; empty if an input's is fixed."""
+        graph = (proto := self._export().headers).graph
+        for value in (*graph.output, *graph.value_info):
+            if value.type.HasField("tensor_type"):
+                value.type.tensor_type.ClearField("shape")
+        for value in graph.input:
+            first = value.type.tensor_type.shape.dim[:1]
+            if not first or first[0].HasField("dim_value"):
+                return {}
+            first[0].dim_value = batch
+        add_inferred_shapes(proto)
+        infos = (*graph.input, *graph.output, *graph.value_info)
+        shapes = {info.name: info.type.tensor_type.shape.dim for info in infos}
+        return {name: tuple(d.dim_value or None for d in shape) for name, shape in shapes.items()}
+
     def copy(self) -> GraphModel:
         """Return a deep copy that shares the weights."""
         with collector_paused():

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 
 from loka_onnx.core.site import Operand, Site, SiteKind
-from loka_onnx.graph.model import GraphModel, Node, is_constant
+from loka_onnx.graph.model import GraphModel, Node, Tensor, is_constant
 from loka_onnx.graph.shape_values import static_shape
 
 _BY_CHANNEL = frozenset({"GroupNormalization", "InstanceNormalization"})
 _BY_AXES = frozenset({"LayerNormalization", "RMSNormalization", "SimplifiedLayerNormalization"})
 NORM_OPS = _BY_CHANNEL | _BY_AXES | {"LpNormalization"}
 PRODUCT_OPS = frozenset({"MatMul", "Gemm"})
+_BATCH = 61
+"""Batch size at which the rows of sites are counted: an axis may be the batch times a length."""
+
+Shapes = Mapping[str, tuple[int | None, ...]]
 
 
 def is_site(node: Node) -> bool:
@@ -25,13 +29,14 @@ def is_site(node: Node) -> bool:
 def find_sites(model: GraphModel, merged_from: dict[str, tuple[str, ...]] | None = None) -> tuple[Site, ...]:
     """Return every site of the main graph, in topological order, with the origins of merged ones."""
     origins = merged_from or {}
-    return tuple(describe(node, origins.get(node.name, ())) for node in model.sorted_nodes() if is_site(node))
+    nodes = [node for node in model.sorted_nodes() if is_site(node)]
+    shapes = model.shapes_at(_BATCH) if nodes else {}
+    return tuple(_describe(node, shapes, origins.get(node.name, ())) for node in nodes)
 
 
-def describe(node: Node, merged_from: tuple[str, ...] = ()) -> Site:
-    """Return the site of one node."""
+def _describe(node: Node, shapes: Shapes, merged_from: tuple[str, ...]) -> Site:
     if node.op in NORM_OPS:
-        return _describe_norm(node, merged_from)
+        return _describe_norm(node, shapes, merged_from)
     left, right = node.inputs[0], node.inputs[1]
     axes = _contracting_axes(node)
     operands = tuple(
@@ -47,7 +52,8 @@ def describe(node: Node, merged_from: tuple[str, ...] = ()) -> Site:
         if operand.shape and operand.contracting_axis is not None
     )
     k = next((length for length in lengths if length is not None), 0)
-    n, rows = _columns_and_rows(node, operands)
+    n = _columns(node, operands[1])
+    rows = _per_example(node.outputs[0], shapes, n)
     return Site(node.name, kind, node.op, operands, node.outputs[0].name, k, n, rows, merged_from)
 
 
@@ -61,27 +67,25 @@ def channel_axis(operand: Operand) -> int:
     return rank - 2 if operand.contracting_axis == rank - 1 else rank - 1
 
 
-def _describe_norm(node: Node, merged_from: tuple[str, ...]) -> Site:
+def _describe_norm(node: Node, shapes: Shapes, merged_from: tuple[str, ...]) -> Site:
     source = node.inputs[0]
     shape = static_shape(source)
-    k, rows = _normalized(node, shape) if shape else (0, 1)
-    operand = Operand(source.name, 0, False, None, shape)
+    k = _normalized(node, shape) if shape else 0
+    operand, rows = Operand(source.name, 0, False, None, shape), _per_example(source, shapes, k)
     return Site(node.name, SiteKind.NORM, node.op, (operand,), node.outputs[0].name, k, 0, rows, merged_from)
 
 
-def _normalized(node: Node, shape: tuple[int | None, ...]) -> tuple[int, int]:
-    """Return elements that share their statistics, and such sets in one example; dynamic axes count as 1."""
+def _normalized(node: Node, shape: tuple[int | None, ...]) -> int:
+    """Return the number of elements that share their statistics; dynamic axes count as 1."""
     if node.op == "LpNormalization":
         axis = int(node.attrs.get("axis", -1)) % len(shape)
-        normalized, others = shape[axis : axis + 1], (*shape[1:axis], *shape[axis + 1 :])
-        return _size(normalized), _size(others)
+        return _size(shape[axis : axis + 1])
     if node.op in _BY_CHANNEL:
         # (batch, channels, …): an InstanceNormalization is one of as many groups as channels.
         channels = _size(shape[1:2])
         groups = int(node.attrs["num_groups"]) if node.op == "GroupNormalization" else channels
-        return channels // groups * _size(shape[2:]), groups
-    axis = int(node.attrs.get("axis", -1)) % len(shape)
-    return _size(shape[axis:]), _size(shape[1:axis])
+        return channels // groups * _size(shape[2:])
+    return _size(shape[int(node.attrs.get("axis", -1)) % len(shape) :])
 
 
 def _size(dimensions: Sequence[int | None]) -> int:
@@ -96,16 +100,20 @@ def _contracting_axes(node: Node) -> tuple[int | None, int | None]:
     return max(left - 1, 0), max(right - 2, 0)
 
 
-def _columns_and_rows(node: Node, operands: Sequence[Operand]) -> tuple[int, int]:
-    """Return output channels, and products per example that share one weight. The output of a product is
-    (batch, …, rows, columns), or (experts, batch, columns). With the weight on the left, channels are the
-    rows of that output. A weight of rank 1 has one channel.
+def _columns(node: Node, second: Operand) -> int:
+    """Return the output channels, 0 if unknown. The output of a product is (batch, …, rows, columns), or
+    (experts, batch, columns). With the weight on the left, channels are the rows of that output. A weight of
+    rank 1 has one channel.
     """
+    if second.constant and second.shape:
+        return (second.shape[channel_axis(second)] or 0) if len(second.shape) > 1 else 1
     output = static_shape(node.outputs[0])
-    weight = operands[1]
-    if weight.constant and weight.shape:
-        channels = (weight.shape[channel_axis(weight)] or 0) if len(weight.shape) > 1 else 1
-    else:
-        channels = (output[-1] or 0) if output else 0
-    per_example = prod(d for d in output if d is not None) if output else channels
-    return channels, max(per_example // channels, 1) if channels else 1
+    return (output[-1] or 0) if output else 0
+
+
+def _per_example(tensor: Tensor, shapes: Shapes, width: int) -> int:
+    """Return rows of `width` elements for each example, at least 1; unknown axes count as 1."""
+    shape = shapes.get(tensor.name, ())
+    is_known = shape and None not in shape
+    elements = _size(shape) // _BATCH if is_known else _size(static_shape(tensor))
+    return max(elements // width, 1) if width else 1

@@ -402,7 +402,7 @@ def _check_usable(path: Path, entries: Sequence[str], *, may_hold_run: bool) -> 
 def _is_run(path: Path) -> bool:
     """Return True if a run wrote the directory, in any version of the record."""
     try:
-        document = json.loads((path / RECORD).read_text(encoding="utf-8"))
+        document = json.loads(serde.read_text(path / RECORD))
     except (OSError, ValueError, RecursionError):
         return False
     kind = serde.schema_id(RunRecord).rpartition("/")[0]

@@ -235,7 +235,7 @@ class _Measured:
             reason = "the only engine inside the budget whose speed counts"
         fp8 = [e for e in self.competing if evidence.has_fp8(e)]
         if fp8 and not evidence.has_fp8(winner):
-            how = "no faster" if any(e in same for e in fp8) else "slower"
+            how = "not surely faster" if any(e in same for e in fp8) else "slower"
             precisions = dict.fromkeys(p.upper() for e in fp8 for p in evidence.plan(e).precisions)
             reason += f"; {' and '.join(precisions)} {'are' if len(precisions) > 1 else 'is'} {how}"
         return "; ".join([reason, *self._not_competing()])

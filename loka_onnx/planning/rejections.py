@@ -84,7 +84,7 @@ def _rejection(
             f"{_in_percent(ours.ratio(theirs))} by its median, timed elsewhere than the chosen engine: how "
             "sure is not known"
             if times is None
-            else _compared(times)
+            else _compared(times, ours, theirs)
         )
     if failure:
         why, said = Why.FAILED, f"{failure}; {accuracy(evaluation)}"
@@ -115,8 +115,10 @@ def _of_judged(
         return _unknown_speed(evaluation, is_elsewhere=evidence.was_elsewhere(engine))
     if outcome.missed:
         return Why.NOT_SELECTED, f"{compared}; certification does not choose among the others"
-    if engine.id in outcome.alike and evidence.exactness(engine) > evidence.exactness(outcome.winner):
-        return Why.WITHIN_NOISE, f"{compared}: within noise of an engine in higher precision"
+    ours, best = evidence.exactness(engine), evidence.exactness(outcome.winner)
+    if engine.id in outcome.alike and ours >= best:
+        other = "in higher precision" if ours > best else "as exact, of a smaller median"
+        return Why.WITHIN_NOISE, f"{compared}: within noise of an engine {other}"
     return Why.SLOWER, compared
 
 
@@ -136,12 +138,15 @@ def _in_percent(ratio: float) -> str:
     return f"{'slower' if percent >= 0.0 else 'faster'} by {abs(percent):.1f} %"
 
 
-def _compared(times: Interval) -> str:
-    """Format ``slower by 12.3 % (11.9 to 12.8)``."""
-    text = _in_percent(times.value)
+def _compared(times: Interval, ours: Speed, theirs: Speed) -> str:
+    """Format ``slower by 12.3 % (11.9 to 12.8)``; an interval around 0 has no such number."""
     if times.lower == times.upper:
-        return text
-    ends = sorted(abs(100.0 * (end - 1.0)) for end in (times.lower, times.upper))
-    if (times.lower - 1.0) * (times.upper - 1.0) < 0.0:
-        return f"{text} ({100 * (times.lower - 1.0):+.1f} to {100 * (times.upper - 1.0):+.1f})"
-    return f"{text} ({ends[0]:.1f} to {ends[1]:.1f})"
+        return _in_percent(times.value)
+    low, high = (100.0 * (end - 1.0) for end in (times.lower, times.upper))
+    if low * high >= 0.0:
+        ends = sorted(map(abs, (low, high)))
+        return f"{_in_percent(times.value)} ({ends[0]:.1f} to {ends[1]:.1f})"
+    known = "speed not told apart from that of the chosen engine"
+    if ours.looks_slower(theirs) or theirs.looks_slower(ours):
+        known = f"{_in_percent(ours.typical_ratio(theirs))} by the median over loads, their mean"
+    return f"{known} ({low:+.1f} to {high:+.1f} %)"

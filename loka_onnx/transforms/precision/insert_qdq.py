@@ -44,8 +44,9 @@ def check_decision(site: Site, decision: Decision) -> tuple[Recipe, Scaling, tup
             site, f"the plan puts it in {decision.precision} and lacks its recipe, or scales of it"
         )
     is_per_channel = recipe.weight is Granularity.PER_CHANNEL and site.weight is not None
-    if is_per_channel and len(scales) not in {1, max(site.n, 1)}:
-        raise _altered(site, f"the plan has {len(scales)} scales for its {site.n} channels")
+    if len(scales) != (max(site.n, 1) if is_per_channel else 1):
+        per = f"its {site.n} channels" if is_per_channel else "the whole weight"
+        raise _altered(site, f"the plan has {len(scales)} scales for {per}")
     return recipe, scaling, scales
 
 

@@ -169,6 +169,43 @@ def test_ctrl_c_while_modules_are_imported_leaves_no_traceback(delay, tmp_path):
     assert "Traceback" not in said
 
 
+LONG_BATCHES = """
+import numpy as np, onnx, sys
+from pathlib import Path
+from loka_onnx.cli import command, main
+from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
+from loka_onnx.sessions.runner import map_in_order
+
+def run(*line, **named):
+    body = "".join(f"h{i} = MatMul(h{i - 1}, h0) " for i in range(1, 9))
+    text = f"<ir_version: 10, opset_import: ['' : 21]> g (float[n,n] h0) => (float[n,n] h8) {{ {body} }}"
+    onnx.save(onnx.parser.parse_model(text.replace("'", '"')), sys.argv[1])
+    session = OnnxSession(Path(sys.argv[1]), SessionOptions(threads=1))
+    batch = {"h0": np.zeros((1500, 1500), np.float32)}
+    for _ in map_in_order(lambda _: print("began", flush=True) or session.run(batch), range(99), 2):
+        pass
+
+main.app = run
+command()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("times", [1, 2, 3])
+def test_signals_during_batches_end_in_one_line(number, times, tmp_path):
+    """A second signal comes while threads in ONNX Runtime are waited for, who may outlive Python."""
+    line = [sys.executable, "-c", LONG_BATCHES, str(tmp_path / "model.onnx")]
+    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "began\n"
+        for _ in range(times):
+            process.send_signal(number)
+            time.sleep(0.1)
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == 128 + number
+    assert said.startswith("interrupted; ") and said.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     "error",
     [

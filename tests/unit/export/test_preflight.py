@@ -107,6 +107,7 @@ COUPLED = {
     "Gather": "g = Gather<axis=0>(h, zero)\nk = Add(h, g)",
     "LpNormalization": "k = LpNormalization<axis=0>(h)",
     "MatMul": "t = Transpose<perm=[1,0]>(h)\ng = MatMul(h, t)\nk = MatMul(g, h)",
+    "Mul": "u = Unsqueeze(h, one)\np = Mul(h, u)\nk = ReduceMax<keepdims=0>(p, one)",
     "a position": "s = Shape(h)\nn = Gather(s, zero)\nr = Range(zero, n, step)\nf = Cast<to=1>(r)\n"
     "c = Unsqueeze(f, last)\nk = Add(h, c)",
     "a size": "s = Shape(h)\nn = Gather(s, zero)\nf = Cast<to=1>(n)\nk = Div(h, f)",

@@ -19,6 +19,7 @@ from loka_onnx.core.artifact import ModelArtifact, OutputKind, OutputSpec
 from loka_onnx.core.site import SiteKind
 from loka_onnx.errors import LokaError, ModelError
 from loka_onnx.export.onnx_model import import_onnx
+from loka_onnx.graph.entry import canonicalize
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.graph.naming import NAME_SCOPES
 from loka_onnx.graph.products import other_products
@@ -54,6 +55,39 @@ def test_size_of_a_linear_site(case, write_model):
     assert shape[site.weight.contracting_axis] == k
     axis = channel_axis(site.weight)
     assert shape[axis] == n if len(shape) > 1 else axis == 0
+
+
+FOLDED = "r = Reshape(x, flat) h = Relu(r) p = Gemm(h, w) y = Reshape(p, steps)"
+STEPS = {
+    "matmul, 3-D": ("float[b,7,24] x", "y = MatMul(x, w)"),
+    "gemm of rows and steps": ("float[b,7,24] x", FOLDED),
+    "steps first": ("float[b,7,24] x", "t = Transpose<perm=[1,0,2]>(x) " + FOLDED.replace("(x,", "(t,")),
+    "steps beside one another": (
+        "float[b,168] x",
+        "e = Reshape(x, steps) " + FOLDED.replace("(x,", "(e,"),
+    ),
+    "the batch read from the shape": (
+        "float[b,7,24] x",
+        "s = Shape<end=1>(x) q = Concat<axis=0>(s, free, k) c = Reshape(x, q) "
+        + FOLDED.replace("(x,", "(c,"),
+    ),
+    "a sequence": ("float[b,7,24] x", "s = SequenceConstruct(x) z = SequenceAt(s, at) y = MatMul(z, w)"),
+}
+
+
+@pytest.mark.parametrize("case", STEPS)
+def test_rows_that_are_the_batch_times_a_length_are_counted(case, write_model):
+    """The same product of every step, written in several ways; shape inference names no length of them."""
+    source, body = STEPS[case]
+    numbers = {"flat": [-1, 24], "steps": [-1, 7, 24], "free": [-1], "k": [24], "at": 0}
+    constants = {name: np.array(value, np.int64) for name, value in numbers.items() if name in body}
+    model = GraphModel.load(
+        write_model(f"g ({source}) => (float[] y) {{ {body} }}", {"w": (24, 24), **constants})
+    )
+    (site,) = find_sites(model)
+    assert (site.k, site.n, site.rows) == (24, 24, 7)
+    assert site.flops_per_example == 7 * 2 * 24 * 24
+    assert site.activation.shape[-1] == 24 and None in site.activation.shape
 
 
 @pytest.mark.parametrize(
@@ -246,6 +280,9 @@ UNSOUND: dict[str, Callable[[onnx.ModelProto], object]] = {
         helper.make_node("Einsum", ["x", ""], ["unused"], equation="bi,ij->bj")
     ),
     "no outputs": lambda m: node(m, "MatMul").ClearField("output"),
+    "an operator of nobody without a name and outputs": lambda m: m.graph.node.append(
+        helper.make_node("Own", ["x"], [], domain="own")
+    ),
     "a condition that is a vector": vector,
     "a branch without outputs": lambda m: node(m, "If").attribute[0].g.ClearField("output"),
     "a missing branch": lambda m: node(m, "If").attribute.pop(),
@@ -319,6 +356,19 @@ def test_an_odd_model_that_runs_comes_through_with_its_outputs(
 
 def take(place: Path) -> None:
     import_onnx(place / "model.onnx", place / "taken.onnx", (OutputSpec("y", OutputKind.LOGIT, "label"),))
+
+
+def test_inputs_that_are_left_out_at_the_end_are_not_there(write_model):
+    """Optimizing a LayerNormalization with "" for its bias, ONNX Runtime 1.31 ends the process."""
+    body = "y = LayerNormalization(x, w, ) z = Clip(y, , lo)"
+    path = write_model(
+        "g (float[b,8] x) => (float[b,8] z) { " + body + " }", {"w": (8,), "lo": np.float32(0)}
+    )
+    written = onnx.load(path)
+    written.graph.node[0].input[:] = ["x", "w", ""]
+    onnx.save(written, path)
+    taken = canonicalize(path).model.to_proto()
+    assert [list(node.input) for node in taken.graph.node] == [["x", "w"], ["y", "", "lo"]]
 
 
 def test_our_own_errors_and_the_lack_of_memory_pass_the_door_as_they_are(tmp_path: Path) -> None:

@@ -163,6 +163,11 @@ def test_a_document_that_is_a_pipe_is_not_waited_for(tmp_path):
     os.mkfifo(directory / "job.json")
     with pytest.raises(ModelError):
         read_job(directory)
+    (tmp_path / "run").mkdir()
+    os.mkfifo(tmp_path / "run" / RECORD)
+    with pytest.raises(OutputError) as caught:
+        opened(tmp_path / "run")
+    assert caught.value.code == "E1504"
 
 
 @pytest.mark.parametrize("value", ["123", 123.0, True, None, [123]])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -12,6 +13,7 @@ from loka_onnx.core import serde
 from loka_onnx.core.evaluation import Choice, Evaluation, EvaluationSet, PairedDifference, TargetChoice, Why
 from loka_onnx.core.intervals import Interval
 from loka_onnx.planning.choice import ChoiceOptions, choose
+from loka_onnx.planning.speed import MOST_LOADS
 
 JITTER = (0.97, 1.03, 0.98, 1.02, 0.99, 1.01, 1.0, 1.0, 0.995, 1.005)
 FP8_SAFE = Candidate("fp8-safe")
@@ -59,6 +61,31 @@ def test_within_noise_the_higher_precision_wins() -> None:
     close = both(bf16={"b8": 100}, fp8={"b8": 99.5})
     assert by_size(close).plan == "bf16"
     assert by_size(close, noise=0.001).plan == "fp8-safe"
+
+
+@pytest.mark.parametrize("other", [FP8_SAFE, replace(BF16, backend="ort")])
+def test_a_wide_interval_is_no_percentage_and_no_verdict_on_speed(other):
+    """Three loads of a busy host: the mean is slower by 160 %, the interval holds both 1 and 10."""
+    bf16, third = ({"b8": us} for us in (100.0, 101.0))
+    wild = (1.0, 1.1, 18.0)
+    noisy = {BF16: timed(BF16, **bf16), other: timed(other, **third)}
+    for each, factors in zip(noisy, ((1.0, 1.0, 1.0), wild), strict=True):
+        (known,) = noisy[each].latencies
+        loads = tuple(known.p50_us * factor for factor in factors)
+        noisy[each] = replace(noisy[each], latencies=(replace(known, loads_us=loads),))
+    target = by_size(noisy)
+    (loser,) = target.losers
+    assert (target.engine, loser.why) == (BF16.engine().id, Why.WITHIN_NOISE)
+    assert loser.times is not None and loser.times.lower < 1.0 and loser.times.upper > 10.0
+    assert not re.search(r"(slower|faster) by", loser.reason)
+    # After the most loads the median over loads decides, and is told.
+    for each, factors in zip(noisy, ((1.0,) * MOST_LOADS, (1.3,) * 8 + (0.01, 100.0) * 2), strict=True):
+        (known,) = noisy[each].latencies
+        loads = tuple(100.0 * factor for factor in factors)
+        noisy[each] = replace(noisy[each], latencies=(replace(known, loads_us=loads),))
+    (loser,) = by_size(noisy).losers
+    assert loser.why is Why.SLOWER and "slower by 30.0 %" in loser.reason
+    assert loser.times.lower < 1.0 < loser.times.upper
 
 
 BOTH_SIZES = both(bf16={"b8": 50, "b512": 1000}, fp8={"b8": 60, "b512": 700})

@@ -21,6 +21,7 @@ from loka_onnx.errors import TransformError
 from loka_onnx.numerics.rounding import fake_quantize
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
 from loka_onnx.transforms.precision.apply_plan import PlanForm, PlannedModel, apply_plan
+from loka_onnx.transforms.precision.insert_qdq import check_decision
 
 RECIPES = {"per_tensor": PER_TENSOR, "per_channel": PER_CHANNEL_WEIGHT}
 
@@ -212,3 +213,16 @@ def test_a_weight_of_another_shape_than_described_is_refused(tmp_path: Path) -> 
     with pytest.raises(TransformError) as caught:
         apply_plan(altered, plan, PlanForm(Precision.FP32), tmp_path / "after.onnx")
     assert caught.value.code == "E0607"
+
+
+@pytest.mark.parametrize("recipe", [PER_CHANNEL_WEIGHT, PER_TENSOR], ids=lambda recipe: recipe.id)
+def test_scales_are_as_many_as_the_recipe_says(recipe: Recipe, tmp_path: Path) -> None:
+    source = artifact(PRODUCTS["gemm"].model(), tmp_path / "before.onnx")
+    (decision,) = quantizing_plan(source, {"x": random_rows(6, 24)}, recipe).decisions
+    (site,) = source.sites
+    check_decision(site, decision)
+    for count in {0, 1, site.n - 1, site.n, site.n + 1} - {len(decision.weight_scale)}:
+        altered = replace(decision, weight_scale=(decision.weight_scale * site.n * 2)[:count])
+        with pytest.raises(TransformError) as caught:
+            check_decision(site, altered)
+        assert caught.value.code == "E0607"
