@@ -258,6 +258,8 @@ class _Measured:
             evaluation = self.evidence.by_engine.get(engine.id)
             is_judged = engine.was_run and evaluation is not None and evaluation.outputs
             return "not inside on selection" if is_judged else "not measured"
+        if engine.id in self.evidence.certified and not self.evidence.is_certified(engine):
+            return "inside on selection, but not on certification"
         return "inside but simulated" if engine.simulated else "inside, of unknown speed"
 
     def _fall_back(self, missed: EngineArtifact) -> TargetChoice:

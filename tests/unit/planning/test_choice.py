@@ -147,6 +147,15 @@ def test_what_selection_chose_must_hold_on_certification() -> None:
         assert on_both(selection, certification).plan == plan
 
 
+def test_a_simulation_that_misses_on_certification_is_not_told_as_inside() -> None:
+    holds, spoiled = (
+        Candidate("fp8-all", 1, verdicts, simulated=True) for verdicts in ((WITHIN,), (UNDECIDED,))
+    )
+    missed = on_both([FP32, holds], [FP32, spoiled])
+    assert missed.reason == ONLY + "; inside on selection, but not on certification: fp8-all"
+    assert on_both([FP32, holds], [FP32, holds]).reason == ONLY + "; inside but simulated: fp8-all"
+
+
 def test_speed_is_the_mean_time_per_row_over_the_batch_sizes() -> None:
     """10 µs at 10 rows weigh as much as 100 µs at 100."""
 
