@@ -77,7 +77,8 @@ def main() -> None:
     for model in options.models:
         output = options.directory.absolute() / model
         found[model] = engines(run(options.runs / model / "RUN.yaml", output))
-    print(write_record("rtx_formats", found, {"plans": PLANS, "commit": options.commit}))
+    settings = {"backend": "tensorrt_rtx", "plans": PLANS, "commit": options.commit}
+    print(write_record("rtx_formats", found, settings))
 
 
 if __name__ == "__main__":

@@ -92,7 +92,9 @@ def canonicalize(path: Path, widths: Mapping[str, int] = MappingProxyType({})) -
     check_sound(proto, path)
     for node in nested_nodes(proto.graph.node):
         # Optional inputs that are left out at the end: optimizing them, ONNX Runtime 1.31 ends the process.
-        while node.input and not node.input[-1]:
+        is_known = onnx.defs.has(node.op_type, node.domain)
+        least = onnx.defs.get_schema(node.op_type, node.domain).min_input if is_known else len(node.input)
+        while len(node.input) > least and not node.input[-1]:
             node.input.pop()
     _name_nodes(proto.graph)
     notes += _fix_widths(proto.graph, widths)
