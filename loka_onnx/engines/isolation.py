@@ -171,7 +171,8 @@ def _watch(
         if peak > limits.memory_bytes:
             return Ending.OUT_OF_MEMORY, peak
         # Children are searched for among all processes of the host, a millisecond for each hundred.
-        time.sleep(max(POLL_SECONDS, 50 * (time.monotonic() - now)))
+        pause = min(50 * (time.monotonic() - now), limits.seconds - own_seconds)
+        time.sleep(max(POLL_SECONDS, pause))
     return None, peak
 
 

@@ -96,10 +96,11 @@ def child(tmp_path: Path, code: str) -> str:
 
 def test_time_that_a_child_waits_for_others_is_not_its_own(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
-    code = "import sys, time\nfrom pathlib import Path\nwaiting = Path(sys.argv[1])\n{}"
-    waits = child(tmp_path, code.format("waiting.touch(); time.sleep(0.9); waiting.unlink()"))
-    sleeps = child(tmp_path, code.format("time.sleep(0.9)"))
+    code = "import os, sys, time\ntime.sleep(0.9)\n"
+    waits = child(tmp_path, code + "os.unlink(sys.argv[1])")
+    sleeps = child(tmp_path, "import time\ntime.sleep(600)")
     waiting, limits = tmp_path / "waiting", Limits(0.6, 1 << 30)
+    waiting.touch()
     assert run_child(waits, [str(waiting)], tmp_path / "log", limits, waiting).ending is Ending.EXITED
     assert run_child(sleeps, [str(waiting)], tmp_path / "log", limits, waiting).ending is Ending.TIMED_OUT
 
