@@ -51,9 +51,9 @@ EQUIVALENT = Path(__file__).with_name("equivalent_mutants.json")
 COUNT, SEED = 100, 17
 QUICK, SLOW, FARTHER = 24, 5, 2
 TIERS = (("not slow", QUICK), ("slow", SLOW))
+"""Most files of each tier, and steps behind the nearest file at which others are no neighbours."""
 FALSE_ALARMS = 6
 """As many tests that fail without a mutant too, and nothing is said of a mutant in this environment."""
-"""Most files of each tier, and steps behind the nearest file at which others are no neighbours."""
 SECONDS_A_TEST, SECONDS_A_TIER = 150, 240
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE,

@@ -119,7 +119,7 @@ class Backend(ABC):
             recipe = decision.recipe
             if recipe is not None and recipe.format not in formats:
                 known = ", ".join(map(str, formats))
-                return f"site '{decision.site}' asks for {recipe.format}; {self.name} multiplies {known} only"
+                return f"site '{decision.site}' asks for {recipe.format}; {self.name} takes {known} only"
             for zero in (decision.activation_zero_point, decision.weight_zero_point):
                 if recipe is not None and not recipe.format.has_zero(zero):
                     return f"site '{decision.site}' has the zero point {zero}, which {recipe.format} has not"

@@ -386,15 +386,8 @@ class _Provisional:
         else:
             winner = self._high_precision()
             # Another FP8 plan would be selected by the certification rows.
-            reason = (
-                _missed_in_words(tried)
-                if tried
-                else (
-                    f"no {self.evidence.plans.quantized} plan is inside the budget "
-                    f"{'as measured' if is_measured else 'in simulation'}"
-                )
-            )
-            reason += ": high precision"
+            none = f"no {self.evidence.plans.quantized} plan is inside the budget"
+            reason = f"{_missed_in_words(tried) if tried else none}: high precision"
         reason += "; evaluate it on the device before deploying"
         others = tuple(self._rejection(e, winner) for e in self.engines if e is not winner)
         missed = tuple(e.id for e in tried)

@@ -69,7 +69,7 @@ def test_plans_that_no_device_of_an_architecture_runs_are_declined() -> None:
         assert backend.decline(fp8, architecture) is None
     for base in (Precision.FP32, Precision.BF16, Precision.FP16):
         assert backend.decline(plan_of_one(base), "sm80") is None
-    assert backend.decline(e5m2, "cpu") == "site 'fc' asks for E5M2; inductor multiplies E4M3FN, INT8 only"
+    assert backend.decline(e5m2, "cpu") == "site 'fc' asks for E5M2; inductor takes E4M3FN, INT8 only"
 
 
 def test_a_gpu_is_built_for_where_it_is_and_nothing_without_a_compiler(
