@@ -4,93 +4,109 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import prod
+from types import MappingProxyType
 
 import onnx_graphsurgeon as gs
 
 from loka_onnx.core.site import OtherProduct
-from loka_onnx.graph.model import GraphModel, Node, is_constant
+from loka_onnx.graph.model import GraphModel, Node, Tensor, is_constant
 from loka_onnx.graph.shape_values import static_shape
-from loka_onnx.graph.sites import PRODUCT_OPS
-
-Shape = tuple[int | None, ...]
+from loka_onnx.graph.sites import BATCH, PRODUCT_OPS, Shape, Shapes
 
 
 def other_products(model: GraphModel) -> tuple[OtherProduct, ...]:
     """Return every matrix product that is no site, subgraphs included; a body of Loop or Scan counts once."""
-    return tuple(_found(model.nodes, ""))
+    is_any = any(node.op in _COUNTS for node in model.nodes)
+    return tuple(_found(model.nodes, "", model.shapes_at(BATCH) if is_any else {}))
 
 
-def _found(nodes: Iterable[Node], inside: str) -> Iterator[OtherProduct]:
+def _found(nodes: Iterable[Node], inside: str, shapes: Shapes) -> Iterator[OtherProduct]:
     for node in nodes:
         is_other = node.op in _COUNTS and (inside or node.op not in PRODUCT_OPS)
         if is_other and not all(map(is_constant, node.inputs[:2])):
             reason = f"inside of {inside}" if inside else _REASONS.get(node.op) or _why_conv(node)
-            yield OtherProduct(node.name or node.outputs[0].name, node.op, reason, _COUNTS[node.op](node))
+            flops = _COUNTS[node.op](node, shapes)
+            yield OtherProduct(node.name or node.outputs[0].name, node.op, reason, flops)
         for value in node.attrs.values():
             for graph in value if isinstance(value, list) else [value]:
                 if isinstance(graph, gs.Graph):
-                    yield from _found(graph.nodes, f"{node.op} '{node.name}'")
+                    yield from _found(graph.nodes, f"{node.op} '{node.name}'", {})
 
 
-def _size(shape: Shape) -> int | None:
-    """Return the elements for one example: one unknown axis is the batch; None with more of them."""
-    return None if not shape or shape.count(None) > 1 else prod(d for d in shape if d is not None)
+def _at_batch(tensor: Tensor, shapes: Shapes) -> Shape:
+    """Return the shape at `BATCH` rows; as it stands, if that is not known to the last axis."""
+    inferred = shapes.get(tensor.name, (None,))
+    return static_shape(tensor) if None in inferred else inferred
+
+
+def _size(tensor: Tensor, shapes: Shapes = MappingProxyType({})) -> int | None:
+    """Return the elements for one example."""
+    return _per_example(_at_batch(tensor, shapes), None in static_shape(tensor))
+
+
+def _per_example(shape: Shape, is_dynamic: bool) -> int | None:
+    """Return the elements for one example. One unknown axis is the batch; None with more of them."""
+    if not shape or shape.count(None) > 1:
+        return None
+    elements = prod(length for length in shape if length is not None)
+    return elements // BATCH if is_dynamic and None not in shape else elements
 
 
 def _times(*factors: int | None) -> int | None:
     return None if None in factors else prod(factor for factor in factors if factor is not None)
 
 
-def _conv(node: Node) -> int | None:
+def _conv(node: Node, shapes: Shapes) -> int | None:
     """Each output is a sum over the kernel and the channels of its group: W is (O, C ÷ groups, …)."""
     weight = static_shape(node.inputs[3 if node.op == "QLinearConv" else 1])
-    return _times(2, _size(static_shape(node.outputs[0])), *weight[1:]) if weight else None
+    return _times(2, _size(node.outputs[0], shapes), *weight[1:]) if weight else None
 
 
-def _conv_transpose(node: Node) -> int | None:
+def _conv_transpose(node: Node, shapes: Shapes) -> int | None:
     """Each input meets the kernel of every output channel of its group: W is (C, O ÷ groups, …)."""
     weight = static_shape(node.inputs[1])
-    return _times(2, _size(static_shape(node.inputs[0])), *weight[1:]) if weight else None
+    return _times(2, _size(node.inputs[0], shapes), *weight[1:]) if weight else None
 
 
-def _matmul(node: Node) -> int | None:
+def _matmul(node: Node, shapes: Shapes) -> int | None:
     left = static_shape(node.inputs[0])
     if not left:
         return None
     k = left[0] if node.op == "Gemm" and node.attrs.get("transA", 0) else left[-1]
-    return _times(2, _size(static_shape(node.outputs[0])), k)
+    return _times(2, _size(node.outputs[0], shapes), k)
 
 
-def _einsum(node: Node) -> int | None:
+def _einsum(node: Node, shapes: Shapes) -> int | None:
     equation = node.attrs["equation"]
     text = (equation.decode() if isinstance(equation, bytes) else str(equation)).replace(" ", "")
     lengths: dict[str, int | None] = {}
     for term, tensor in zip(text.partition("->")[0].split(","), node.inputs, strict=False):
-        shape = static_shape(tensor)
+        shape = _at_batch(tensor, shapes)
         if "." in term or len(term) != len(shape):
             return None
         # A length of 1 is broadcast.
         lengths |= {c: n for c, n in zip(term, shape, strict=True) if n != 1 or c not in lengths}
-    return _times(2, _size(tuple(lengths.values())))
+    is_dynamic = any(None in static_shape(tensor) for tensor in node.inputs)
+    return _times(2, _per_example(tuple(lengths.values()), is_dynamic))
 
 
-def _recurrent(node: Node) -> int | None:
+def _recurrent(node: Node, _: Shapes) -> int | None:
     """X (steps, batch, inputs) or, by `layout`, (batch, steps, inputs); W and R (directions, gates·H, …)."""
     steps = static_shape(node.inputs[0])[int(node.attrs.get("layout", 0)) :][:1]
-    per_step = [_size(static_shape(weight)) for weight in node.inputs[1:3]]
+    per_step = [_size(weight) for weight in node.inputs[1:3]]
     if not steps or None in per_step:
         return None
     return _times(2, *steps, sum(size for size in per_step if size is not None))
 
 
-def _attention(node: Node) -> int | None:
+def _attention(node: Node, shapes: Shapes) -> int | None:
     """Q·Kᵀ multiplies each element of Q, and the product with V each of the output, once for each key."""
     keys = static_shape(node.inputs[1])[-2:-1]
-    sizes = [_size(static_shape(tensor)) for tensor in (node.inputs[0], node.outputs[0])]
+    sizes = [_size(tensor, shapes) for tensor in (node.inputs[0], node.outputs[0])]
     return None if not keys or None in sizes else _times(2, *keys, sum(size or 0 for size in sizes))
 
 
-_COUNTS: Mapping[str, Callable[[Node], int | None]] = {
+_COUNTS: Mapping[str, Callable[[Node, Shapes], int | None]] = {
     **dict.fromkeys(("Conv", "ConvInteger", "QLinearConv"), _conv),
     "ConvTranspose": _conv_transpose,
     **dict.fromkeys(("MatMul", "Gemm", "MatMulInteger", "QLinearMatMul"), _matmul),

@@ -13,10 +13,11 @@ _BY_CHANNEL = frozenset({"GroupNormalization", "InstanceNormalization"})
 _BY_AXES = frozenset({"LayerNormalization", "RMSNormalization", "SimplifiedLayerNormalization"})
 NORM_OPS = _BY_CHANNEL | _BY_AXES | {"LpNormalization"}
 PRODUCT_OPS = frozenset({"MatMul", "Gemm"})
-_BATCH = 61
+BATCH = 61
 """Batch size at which the rows of sites are counted: an axis may be the batch times a length."""
 
-Shapes = Mapping[str, tuple[int | None, ...]]
+Shape = tuple[int | None, ...]
+Shapes = Mapping[str, Shape]
 
 
 def is_site(node: Node) -> bool:
@@ -30,7 +31,7 @@ def find_sites(model: GraphModel, merged_from: dict[str, tuple[str, ...]] | None
     """Return every site of the main graph, in topological order, with the origins of merged ones."""
     origins = merged_from or {}
     nodes = [node for node in model.sorted_nodes() if is_site(node)]
-    shapes = model.shapes_at(_BATCH) if nodes else {}
+    shapes = model.shapes_at(BATCH) if nodes else {}
     return tuple(_describe(node, shapes, origins.get(node.name, ())) for node in nodes)
 
 
@@ -115,5 +116,5 @@ def _per_example(tensor: Tensor, shapes: Shapes, width: int) -> int:
     """Return rows of `width` elements for each example, at least 1; unknown axes count as 1."""
     shape = shapes.get(tensor.name, ())
     is_known = shape and None not in shape
-    elements = _size(shape) // _BATCH if is_known else _size(static_shape(tensor))
+    elements = _size(shape) // BATCH if is_known else _size(static_shape(tensor))
     return max(elements // width, 1) if width else 1

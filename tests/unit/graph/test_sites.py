@@ -188,6 +188,21 @@ def test_operations_of_one_example(case: str) -> None:
     assert found.reason
 
 
+@pytest.mark.parametrize(
+    ("operator", "weights", "products"),
+    [
+        ("Conv(r, w)", {"w": (24, 16, 3)}, 5 * 24 * 4 * 48),
+        ('Einsum<equation="bnd,bnd->b">(r, r)', {}, 5 * 16 * 6),
+    ],
+)
+def test_an_axis_that_is_the_batch_times_a_length_counts_by_that_length(operator, weights, products) -> None:
+    body = f"r = Reshape(x, shape) [n] y = {operator}"
+    constants = {name: np.ones(shape) for name, shape in weights.items()} | {"shape": np.array([-1, 16, 6])}
+    model = parsed(body, constants, inputs="float[b,5,16,6] x", outputs="float[] y")
+    (found,) = other_products(GraphModel.from_proto(onnx.shape_inference.infer_shapes(model), Path()))
+    assert found.flops_per_example == 2 * products
+
+
 def test_branches_count_and_sites_do_not() -> None:
     graph = graph_of(
         "[s] h = MatMul(x, w) [choice] y = If (c) <"
