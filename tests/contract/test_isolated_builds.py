@@ -46,9 +46,7 @@ FAULTS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("backend", "said"),
-    FAULTS.items(),
-    ids=lambda value: getattr(value, "__name__", ""),
+    ("backend", "said"), FAULTS.items(), ids=lambda value: getattr(value, "__name__", "")
 )
 def test_a_faulty_engine_maker_fails_its_candidate_alone(backend, said, model, tmp_path):
     artifact = backend().build(request_for(model, tmp_path / "engine"))

@@ -135,8 +135,7 @@ def test_fp8_is_engaged(case, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("base", "architecture"),
-    [(Precision.FP16, "sm75"), (Precision.BF16, "sm86"), (Precision.BF16, "sm89")],
+    ("base", "architecture"), [(Precision.FP16, "sm75"), (Precision.BF16, "sm86"), (Precision.BF16, "sm89")]
 )
 @pytest.mark.parametrize("case", ENGAGED)
 def test_int8_is_engaged(case, base, architecture, tmp_path):

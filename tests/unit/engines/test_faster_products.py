@@ -121,10 +121,7 @@ def test_what_is_written_in_fp32_has_no_rounded_activation(model: Model, product
     weights = {name: reader.values(f"q{name}") * np.float64(reader.values(f"s{name}")) for name in "13"}
     of_next = reader.values("q2").T * np.float64(reader.values("s2"))
     hidden = np.maximum(rounded(given["x"], "wide", 128) @ weights["1"] + constants["b1"], 0)
-    want = {
-        "y": rounded(hidden, "next", 0) @ of_next,
-        "u": rounded(given["t"], "thin", 128) @ weights["3"],
-    }
+    want = {"y": rounded(hidden, "next", 0) @ of_next, "u": rounded(given["t"], "thin", 128) @ weights["3"]}
     got = OnnxSession.in_memory(proto, {}, path).run(given)
     for name, values in want.items():
         # One step of an activation, where a tie falls the other way, moves a sum by 0.05 · 0.25.

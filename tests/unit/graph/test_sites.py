@@ -62,10 +62,7 @@ STEPS = {
     "matmul, 3-D": ("float[b,7,24] x", "y = MatMul(x, w)"),
     "gemm of rows and steps": ("float[b,7,24] x", FOLDED),
     "steps first": ("float[b,7,24] x", "t = Transpose<perm=[1,0,2]>(x) " + FOLDED.replace("(x,", "(t,")),
-    "steps beside one another": (
-        "float[b,168] x",
-        "e = Reshape(x, steps) " + FOLDED.replace("(x,", "(e,"),
-    ),
+    "steps beside one another": ("float[b,168] x", "e = Reshape(x, steps) " + FOLDED.replace("(x,", "(e,")),
     "the batch read from the shape": (
         "float[b,7,24] x",
         "s = Shape<end=1>(x) q = Concat<axis=0>(s, free, k) c = Reshape(x, q) "

@@ -25,12 +25,7 @@ from inductor_programs import (
 
 from loka_onnx.engines.inductor.executors import JOINED, GraphExecutor, HostExecutor, Placement, fit_int32
 from loka_onnx.engines.inductor.gpu import Captured, Gpu
-from loka_onnx.engines.inductor.package import (
-    InductorEngine,
-    InputPort,
-    OutputPort,
-    Program,
-)
+from loka_onnx.engines.inductor.package import InductorEngine, InputPort, OutputPort, Program
 from loka_onnx.engines.inductor.session import InductorSession, placements
 from loka_onnx.errors import EngineError
 from loka_onnx.sessions.buckets import Piece
