@@ -347,6 +347,7 @@ def test_an_odd_model_that_runs_comes_through_with_its_outputs(
     rows = np.random.default_rng(1).standard_normal((3, 8)).astype(np.float32)
     (before,) = onnxruntime.InferenceSession(tmp_path / "model.onnx").run(None, {"x": rows})
     take(tmp_path)
+    assert "model-local functions inlined" in canonicalize(tmp_path / "model.onnx").notes
     (after,) = onnxruntime.InferenceSession(tmp_path / "taken.onnx").run(None, {"x": rows})
     np.testing.assert_allclose(after, before, rtol=1e-6, atol=1e-6)
 
