@@ -65,6 +65,14 @@ def reread(model: onnx.ModelProto) -> onnx.ModelProto:
     return result
 
 
+def constants(model: onnx.ModelProto) -> dict[str, Array]:
+    return {tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
+
+
+def quantizers(model: onnx.ModelProto) -> list[onnx.NodeProto]:
+    return [node for node in model.graph.node if node.op_type in {"QuantizeLinear", "DequantizeLinear"}]
+
+
 class Planned:
     """Collects nodes and constants; every method returns the name of the tensor it made."""
 
