@@ -215,16 +215,12 @@ def test_onnx_runtime_fills_its_buffers_on_the_device(count, compiles, rows, tmp
     assert "release" in driver.calls
 
 
-def test_onnx_runtime_does_not_convert_on_the_device(tmp_path):
+def test_onnx_runtime_says_its_device_and_does_not_convert_there(tmp_path, monkeypatch):
     with IoBindingSession(write(tmp_path), settings()) as session:
         held = batch(2)
         held["ids"] = held["ids"].astype(np.int32)
         with pytest.raises(EngineError, match=r"input 'ids' has another type(?s:.*)int32 on the device"):
             session.run_on_device({n: on_device(value) for n, value in held.items()}, allocate)
-
-
-def test_a_provider_with_memory_of_its_own_says_which_device(tmp_path, monkeypatch):
-    with IoBindingSession(write(tmp_path), settings()) as session:
         monkeypatch.setattr(session, "_provider", PROVIDERS["cuda"])
         assert session.device == 0
 

@@ -123,27 +123,6 @@ class TestLines:
         assert [each.name for each in program.inputs_of(kernel)] == ["a", "b", "main:#output_0"]
         assert program.types == {"float"}
 
-    def test_names_of_onnx_nodes(self) -> None:
-        load, kernel = parse_program(NAMED).instructions.values()
-        assert (load.operation, load.attributes, load.inputs) == ("load", "[offset=0,end=1024]", ("@1",))
-        assert kernel.symbols == ("Plus214", "Times212")
-        assert (kernel.type, kernel.shape) == ("float", (1, 10))
-
-    def test_literals_attributes_with_braces_and_returns(self) -> None:
-        program = parse_program(REFERENCE)
-        literal, spread = program.instructions["@1"], program.instructions["@4"]
-        assert (literal.operation, literal.inputs, literal.shape) == ("@literal", (), (1,))
-        assert (spread.operation, spread.operator) == ("ref::multibroadcast", "multibroadcast")
-        assert (spread.inputs, spread.shape) == (("@1",), (16, 64))
-        assert program.instructions["@5"].inputs == ("@3", "@4")
-        returned = program.instructions["@9"]
-        assert (returned.operation, returned.inputs, returned.type) == ("@return", ("@8",), "")
-
-    def test_targets_behind_a_shape(self) -> None:
-        program = parse_program(FLOAT8)
-        assert program.instructions["@8"].shape == (8, 32)
-        assert program.instructions["@3"].shape == (65536,)
-
 
 class TestProducts:
     def test_kernels_that_multiply(self) -> None:
