@@ -1,7 +1,5 @@
 """Corrected plans in real engines: FP8 where it was planned, and no kernel on top."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from test_transforms import batch, fp8_plan, ranker

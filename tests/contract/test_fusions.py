@@ -1,7 +1,5 @@
 """Claims of `core.backends`, read from compiled graphs: what shares a kernel with a Q, what moves in FP8."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """INT8 engines of ONNX Runtime's CPU provider, and mixed ones of every backend, against NumPy."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """An engine maker may crash, hang, eat memory or be killed: the candidate fails, the run goes on."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

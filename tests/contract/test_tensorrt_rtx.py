@@ -1,7 +1,5 @@
 """What TensorRT for RTX does with FP8 and INT8 sites, read from its compiled graphs: the backend's table."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """INT8 products that stay in FP32 because they are slower: times on this processor, and equal values."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

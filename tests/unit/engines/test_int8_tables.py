@@ -1,7 +1,5 @@
 """Embedding tables in INT8 with a scale for each row, against a reference in NumPy."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

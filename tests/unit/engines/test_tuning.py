@@ -1,7 +1,5 @@
 """Timing kernels, with the real ones of the CPU."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Preflight: every batch size runs, every row is its own, and what breaks either is named."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

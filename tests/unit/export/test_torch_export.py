@@ -1,7 +1,5 @@
 """torch → ONNX: parity is measured, and what cannot be exported is refused in words."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Numbers for graphs, and files as ONNX Runtime itself runs them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Models at the entry: what is refused, and what becomes of an exported one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

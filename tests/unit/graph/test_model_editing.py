@@ -1,7 +1,5 @@
 """Edits that a rewrite is made of: tensors keep names, readers and place; branches and sequences survive."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

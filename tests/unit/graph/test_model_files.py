@@ -1,7 +1,5 @@
 """Saving and loading: tables and branches' weights stay outside, nothing of the user's is written into."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

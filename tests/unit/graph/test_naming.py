@@ -1,7 +1,5 @@
 """Site names: readable, unique, and unmoved by edits elsewhere in the model."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 

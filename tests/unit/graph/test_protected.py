@@ -1,7 +1,5 @@
 """The logit end and the residual stream of graphs as text, and of what PyTorch's exporters write."""
 
-from __future__ import annotations
-
 import logging
 import re
 import warnings

@@ -1,7 +1,5 @@
 """Sites, their sizes, products that are none; foreign models: unsound ones are refused, odd ones pass."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from math import isclose

@@ -1,7 +1,5 @@
 """Models that are the same but for their weights, and dimensions that a graph computes, without a run."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

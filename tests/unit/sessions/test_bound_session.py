@@ -1,7 +1,5 @@
 """Sessions with bound buffers, of split models, and the form of a request."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Requests of any size through programs of fixed sizes: which one, padding, cutting."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """CUDA calls, and inputs and outputs in device memory, with stand-ins for the driver."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path

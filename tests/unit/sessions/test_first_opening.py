@@ -1,7 +1,5 @@
 """A plan that ends the process which opens it costs a child, and the next engine serves."""
 
-from __future__ import annotations
-
 import importlib
 import logging
 import sys

@@ -1,7 +1,5 @@
 """Packages of Inductor engines: contents, refusals, and hosts that they do not fit."""
 
-from __future__ import annotations
-
 import zipfile
 from dataclasses import replace
 from pathlib import Path

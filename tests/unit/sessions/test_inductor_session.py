@@ -1,7 +1,5 @@
 """Requests through loaded programs: which program or CUDA graph serves them, buffers, refusals, freeing."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Sequence

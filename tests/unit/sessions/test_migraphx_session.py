@@ -1,7 +1,5 @@
 """MIGraphX's calls, and sessions of an engine's document; neither a GPU nor the library is needed."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import json

@@ -1,7 +1,5 @@
 """Sessions refuse what they cannot run, and never load FP8 above BASIC."""
 
-from __future__ import annotations
-
 import gc
 import re
 import weakref

@@ -1,7 +1,5 @@
 """The inductor backend before a build, and what exported programs and packages make of the planned sites."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import replace

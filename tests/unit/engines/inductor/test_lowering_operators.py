@@ -1,7 +1,5 @@
 """Each operator against ONNX's reference evaluator, which shares no code with torch."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Planned graphs as `apply_plan` writes them, and what they compute, without MIGraphX."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import ml_dtypes

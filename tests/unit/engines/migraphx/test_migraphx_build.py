@@ -1,7 +1,5 @@
 """The MIGraphX backend's builds, and the vendor calls that it makes."""
 
-from __future__ import annotations
-
 import ast
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The dialect as a whole, on models that the planner's own transform wrote, and the rule for norms."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The rules for Q/DQ pairs: what they leave in the graph, and that the numbers stay."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Products in MIGraphX's form: the numbers of the planned graph stay, and nothing is left that it drops."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

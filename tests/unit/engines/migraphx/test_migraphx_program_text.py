@@ -8,8 +8,6 @@ is in the form of 2.16's reference target, which prints every operator as ``ref:
 public summaries call INT8 products ``mlir_quant_dot`` and ``gpu::quant_gemm`` (issues 2566 and 2903 there).
 """
 
-from __future__ import annotations
-
 import pytest
 
 from loka_onnx.core.engine import SitePrecision

@@ -1,7 +1,5 @@
 """TensorRT's compiled graphs as they are read, and the vendor's names that are used."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import json

@@ -5,8 +5,6 @@ reformatting layers as in #4020, convolutions and their counted weights as in th
 fields as in NVIDIA's page on migrating uses of `IEngineInspector`, and the types as TREx lists them.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from pathlib import Path
