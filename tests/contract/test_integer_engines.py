@@ -228,9 +228,7 @@ def test_products_are_split_in_place_of_their_results(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @needs_integers
-def test_a_product_in_fp32_says_its_times_and_has_the_values_of_the_plan(
-    planned: Planned, tmp_path: Path
-) -> None:
+def test_a_product_in_fp32_says_its_times_and_has_the_values_of_the_plan(planned, tmp_path):
     engine = planned.build(tmp_path, **{TIME_PRODUCTS: 1})
     assert engine.status is BuildStatus.READY
     for site in engine.fallbacks:

@@ -56,9 +56,7 @@ def reference(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     magnitude=st.floats(-30, 30),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_each_row_is_rounded_by_itself(
-    rows: int, width: int, magnitude: float, seed: int, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_each_row_is_rounded_by_itself(rows, width, magnitude, seed, tmp_path_factory):
     random = np.random.default_rng(seed)
     spread = 10.0 ** random.uniform(-3, 3, (rows, 1))
     table = (random.standard_normal((rows, width)) * spread * 10.0**magnitude).astype(np.float32)

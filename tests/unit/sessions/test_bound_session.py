@@ -236,9 +236,7 @@ class TestOpening:
 
     @pytest.mark.parametrize("kept", [True, False])
     @pytest.mark.usefixtures("compiling")
-    def test_a_provider_writes_into_a_copy_of_its_programs(
-        self, engine: Path, kept: bool, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_provider_writes_into_a_copy_of_its_programs(self, engine, kept, monkeypatch):
         given: list[Path | None] = []
         chain = bound_session.provider_chain
 

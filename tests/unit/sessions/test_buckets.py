@@ -19,9 +19,7 @@ def test_the_least_program_that_holds_the_rows() -> None:
 
 
 @given(rows=st.integers(1, 200), sizes=SIZES)
-def test_pieces_cover_each_row_once_and_waste_less_than_any_smaller_program(
-    rows: int, sizes: list[int]
-) -> None:
+def test_pieces_cover_each_row_once_and_waste_less_than_any_smaller_program(rows, sizes):
     pieces = pieces_of(rows, sizes)
     covered = [row for piece in pieces for row in range(piece.start, piece.start + piece.rows)]
     assert covered == list(range(rows))

@@ -125,9 +125,7 @@ def test_what_has_opened_once_is_not_tried_again(place: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("executable", ["/no/such/python", "/bin/false"])
-def test_a_host_that_starts_no_child_opens_it_as_before(
-    place: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, executable: str
-) -> None:
+def test_a_host_that_starts_no_child_opens_it_as_before(place, monkeypatch, caplog, executable):
     monkeypatch.setattr(sys, "executable", executable)
     with caplog.at_level(logging.WARNING, "loka_onnx.sessions"):
         check_opens(library(place, "os.abort()"), "11.4.0", place / "engine.trt", GPU)

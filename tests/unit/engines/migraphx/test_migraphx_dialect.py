@@ -77,9 +77,7 @@ def written(path: Path, form: Float8Form) -> onnx.ModelProto:
 @pytest.mark.parametrize("form", Float8Form)
 @pytest.mark.parametrize("per_channel", [False, True])
 @pytest.mark.parametrize("format", [E4M3FN, INT8], ids=str)
-def test_the_numbers_of_an_fp32_plan_stay(
-    tmp_path: Path, format: NumberFormat, form: Float8Form, per_channel: bool
-) -> None:
+def test_the_numbers_of_an_fp32_plan_stay(tmp_path, format, form, per_channel):
     path = planned(tmp_path, Precision.FP32, per_channel=per_channel, format=format)
     model = written(path, form)
     x = np.random.default_rng(5).normal(size=(ROWS, 16)).astype(np.float32)
@@ -109,9 +107,7 @@ def test_the_numbers_of_a_16_bit_plan_stay(tmp_path: Path, base: Precision, form
 @pytest.mark.parametrize("form", Float8Form)
 @pytest.mark.parametrize("base", [Precision.FP32, Precision.BF16])
 @pytest.mark.parametrize(("format", "kind"), [(E4M3FN, T.FLOAT8E4M3FNUZ), (INT8, T.INT8)], ids=str)
-def test_nothing_that_migraphx_drops_or_refuses_is_left(
-    tmp_path: Path, format: NumberFormat, kind: int, form: Float8Form, base: Precision
-) -> None:
+def test_nothing_that_migraphx_drops_or_refuses_is_left(tmp_path, format, kind, form, base):
     model = written(planned(tmp_path, base, per_channel=True, format=format), form)
     tensors = {tensor.name: tensor for tensor in model.graph.initializer}
 

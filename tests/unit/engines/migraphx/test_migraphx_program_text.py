@@ -275,9 +275,7 @@ class TestSites:
             ([("a", 1536, "x"), ("b", 768, "x")], True),
         ],
     )
-    def test_columns_that_do_not_add_up_are_no_evidence(
-        self, sites: list[tuple[str, int, str]], engaged: bool
-    ) -> None:
+    def test_columns_that_do_not_add_up_are_no_evidence(self, sites, engaged):
         found = read(MERGED, *[site(name, 768, n, reads=reads) for name, n, reads in sites])
         assert [each.engaged for each in found] == [engaged] * len(sites)
 
