@@ -123,24 +123,6 @@ class TestLines:
 
 
 class TestProducts:
-    def test_kernels_that_multiply(self) -> None:
-        found = {p.instruction.name: p.is_quantized for p in products_of(parse_program(FLOAT8))}
-        assert found == {"@8": True, "@11": True}
-        assert [p.instruction.name for p in products_of(parse_program(PERF_TEST))] == ["@4"]
-        assert [p.instruction.name for p in products_of(parse_program(NAMED))] == ["@19"]
-
-    def test_factors_are_followed_to_what_was_dequantized(self) -> None:
-        (product,) = products_of(parse_program(REFERENCE))
-        assert product.factors == ("fp8e4m3fnuz", "fp8e4m3fnuz")
-        assert product.is_simulated
-
-    def test_a_kernel_that_quantizes_by_itself_multiplies_fp8(self) -> None:
-        merged, attention = products_of(parse_program(MERGED))
-        assert (merged.weight, merged.factors) == ((768, 2304), ("fp8e4m3fnuz",) * 2)
-        # Its factors are both computed.
-        assert attention.weight is None
-        assert [each.is_quantized for each in (merged, attention)] == [True, True]
-
     def test_the_format_is_that_of_the_factors(self) -> None:
         """Memory of bytes, which a kernel reads too, is no INT8 factor."""
         assert {p.format for p in products_of(parse_program(FLOAT8))} == {Precision.FP8}

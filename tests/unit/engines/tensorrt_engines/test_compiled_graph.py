@@ -28,23 +28,6 @@ def one(name: str, planned: Precision, kind: SiteKind = SiteKind.LINEAR, *graphs
     return site_precisions(graphs or [GRAPH], [(site, planned)])[0]
 
 
-def test_it_reads_header_tensors_and_operations() -> None:
-    graph = GRAPH
-    assert graph.architectures == ("sm89",)
-    assert graph.settings["tf32"] == "0"
-    assert graph.tensors["Wq"].constant_bytes == 16384
-    assert graph.type_of("y.1_4") == "fp8_e4m3"
-    assert graph.type_of("absent") == "unknown"
-    assert (graph.type_of("q8^deref"), graph.base_of("q8^deref")) == ("fp8_e4m3", "q8")
-    kinds = "shape_call function fully_connected fully_connected runtime_fusion function fully_connected"
-    assert [o.kind for o in graph.operations] == [*kinds.split(), "function", "fully_connected", "copy"]
-    product = graph.operations[2]
-    assert product.inputs == ("y.1_4", "Wq", "alpha")
-    assert product.outputs == ("k",)
-    assert product.layers == ("fc1", "fc1/dq", "a[0] = {b}")
-    assert graph.operations[1].inputs == ("x.1",)
-
-
 def test_an_engine_holds_several_graphs_among_binary(tmp_path: Path) -> None:
     engine = tmp_path / "engine.trt"
     text = TEXT.encode("latin-1")
