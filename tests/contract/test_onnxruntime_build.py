@@ -115,6 +115,21 @@ class TestBuilding:
         assert all(site.engaged and site.operands == ("float", "float") for site in sites)
         assert all(site.evidence.endswith("; on CPUExecutionProvider") for site in sites)
 
+    def test_fp8_is_read_as_simulated(self, tmp_path):
+        model = mlp(tmp_path / "fp8", Precision.FP32, Precision.BF16, fp8=True)
+        backend, request = OnnxRuntimeBackend(), request_of(model, tmp_path)
+        sites = backend.read_precision(request, backend.compile(request, tmp_path))
+        assert all(site.engaged for site in sites)
+        assert all("simulated: FP8 Q/DQ around an FP32 product" in site.evidence for site in sites)
+
+    def test_fp16_that_runs_between_casts_is_a_fallback(self, tmp_path):
+        """The stand-in has no FP16 Gemm; what its session really holds is what is reported."""
+        model = mlp(tmp_path / "fp16", Precision.FP16, Precision.FP16, fp8=False)
+        backend, request = OnnxRuntimeBackend(), request_of(model, tmp_path)
+        sites = backend.read_precision(request, backend.compile(request, tmp_path))
+        assert [site.operands for site in sites] == [("float", "float")] * 2
+        assert not any(site.engaged for site in sites)
+
     def test_what_a_provider_compiled_is_part_of_the_engine(self, model, tmp_path, monkeypatch):
         backend = OnnxRuntimeTensorRtBackend()
         monkeypatch.setenv("LOKA_ONNX_CACHE", str(tmp_path / "cache"))

@@ -5,6 +5,8 @@ import sys
 
 import pytest
 
+from loka_onnx.core.backends import backend_names
+from loka_onnx.engines.registry import get_backend
 from loka_onnx.errors import EngineError
 from loka_onnx.sessions import cuda
 
@@ -34,6 +36,12 @@ def test_availability_names_the_package_to_install() -> None:
         "migraphx | MIGraphX is not installed | install ROCm with its package `migraphx`",
         "inductor | PyTorch is not installed | pip install 'loka-onnx[inductor]'",
     ]
+
+
+def test_availability_is_complete() -> None:
+    for backend in map(get_backend, backend_names()):
+        availability = backend.availability()
+        assert (availability.reason == "") == (availability.can_build and availability.can_run)
 
 
 def test_without_a_driver_there_are_no_devices(monkeypatch: pytest.MonkeyPatch) -> None:

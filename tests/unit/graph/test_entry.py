@@ -181,6 +181,18 @@ def test_a_truncated_file_is_refused(keep, write_model):
     refused(path, "E0312")
 
 
+def test_every_dense_type_survives(write_model):
+    """Constants that are no products: integers, booleans, FP16."""
+    others = {"half": np.float16(0.5), "mask": np.array([True, False, True]), "zero": np.float32(0)}
+    path = write_model(
+        "g (float[b,4] x) => (float[b,3] y) { h = Cast<to=10>(x)  s = Add(h, half)  f = Cast<to=1>(s)"
+        " p = MatMul(f, w)  y = Where(mask, p, zero) }",
+        {"w": randn(4, 3), **others},
+    )
+    x = randn(5, 4)
+    np.testing.assert_array_equal(run(taken(path), x=x), run(path, x=x))
+
+
 BASIC = SessionOptions(optimize=False)
 CHOICE = """g (float[b,64] x, bool c) => (float[b,64] y) {
     h = MatMul(x, w)

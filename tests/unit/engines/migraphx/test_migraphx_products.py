@@ -172,6 +172,10 @@ def computed_scale(p: Planned) -> onnx.ModelProto:
     return p.model(p.op("DequantizeLinear", [q, scale, "z"], "fc.dq"))
 
 
+def huge_scale(p: Planned) -> onnx.ModelProto:
+    return p.model(p.pair("x", "fc", 2.0**127))
+
+
 @pytest.mark.parametrize(
     ("graph", "base", "said"),
     [
@@ -179,6 +183,7 @@ def computed_scale(p: Planned) -> onnx.ModelProto:
         (wrong_axis, T.FLOAT, r"site 'fc'(?s:.*)scales \(8,\) along axis 0 of input 1"),
         (shifted, T.FLOAT, r"'fc.q': an FP8 zero point must be zero(?s:.*)'z' is not"),
         (computed_scale, T.FLOAT, r"'fc.q': MIGraphX drops Q/DQ pairs"),
+        (huge_scale, T.FLOAT, r"'fc/q': (?s:.*)its double overflows float32"),
     ],
 )
 def test_what_has_no_such_form_is_refused(graph, base, said):
