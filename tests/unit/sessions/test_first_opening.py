@@ -67,10 +67,7 @@ def openings(place: Path) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("does", "ending"),
-    [
-        ("os.kill(os.getpid(), signal.SIGSEGV)", "SIGSEGV"),
-        ("os._exit(1)", "exited with code 1"),
-    ],
+    [("os.kill(os.getpid(), signal.SIGSEGV)", "SIGSEGV"), ("os._exit(1)", "exited with code 1")],
 )
 def test_a_library_that_ends_the_process_ends_a_child(place: Path, does: str, ending: str) -> None:
     module = library(place, does)

@@ -13,12 +13,7 @@ from onnx import TensorProto as T
 from planned_graphs import FN, Planned, constants, evaluate, reread
 
 from loka_onnx.engines.draft import GraphDraft
-from loka_onnx.engines.migraphx.pairs import (
-    explicit_zero_points,
-    separate_sources,
-    to_carrier,
-    to_fnuz,
-)
+from loka_onnx.engines.migraphx.pairs import explicit_zero_points, separate_sources, to_carrier, to_fnuz
 from loka_onnx.errors import ModelError
 
 FINITE = np.array([i for i in range(256) if i & 0x7F != 0x7F], np.uint8).view(FN)
