@@ -1,11 +1,11 @@
 """Site names: readable, unique, and unmoved by edits elsewhere in the model."""
 
-import warnings
 from pathlib import Path
 
 import numpy as np
 import onnx
 import pytest
+from graph_runs import export
 
 from loka_onnx.graph.entry import canonicalize
 from loka_onnx.graph.sites import find_sites
@@ -65,15 +65,6 @@ class Edited(Ranker):
         return self.after(self.head(pair))
 
 
-def export(module: torch.nn.Module, path: Path) -> Path:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        shapes = ({0: torch.export.Dim("batch")},)
-        rows, settings = (torch.randn(3, 4),), {"opset_version": 21, "verbose": False}
-        torch.onnx.export(module.eval(), rows, path, dynamo=True, dynamic_shapes=shapes, **settings)
-    return path
-
-
 TOWER, PAIR = ["tower.fc1", "tower.norm", "tower.fc2"], ["left", "right", "matmul", "matmul_1"]
 OLD = ["twice.gemm", "twice.gemm_1", *TOWER, *(f"pair.{name}" for name in PAIR), "head"]
 
@@ -81,8 +72,8 @@ OLD = ["twice.gemm", "twice.gemm_1", *TOWER, *(f"pair.{name}" for name in PAIR),
 @pytest.mark.slow
 def test_names_are_module_paths_and_survive_edits_elsewhere(tmp_path):
     """A module that runs twice has two."""
-    assert names_of(export(Ranker(), tmp_path / "old.onnx")) == OLD
-    edited = names_of(export(Edited(), tmp_path / "new.onnx"))
+    assert names_of(export(Ranker(), (3, 4), tmp_path / "old.onnx")) == OLD
+    edited = names_of(export(Edited(), (3, 4), tmp_path / "new.onnx"))
     assert [name for name in edited if name in OLD] == OLD
     beside = {name.replace("tower", "beside") for name in TOWER}
     assert set(edited) - set(OLD) == {"before", "after.0", "after.2", *beside}

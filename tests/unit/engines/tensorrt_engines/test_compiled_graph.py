@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vendor_names import attributes
 
 import loka_onnx
 from loka_onnx.core.engine import SitePrecision
@@ -101,19 +102,6 @@ OWN = {"attach", "keep", "inputs", "read_bytes", "open", "type", "elements", "da
 """Names of our own values under these names."""
 
 
-def attributes(tree: ast.AST) -> set[str]:
-    """Attributes taken of a vendor's value, or of what such an attribute is or returns."""
-    found = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and not node.attr.startswith("_"):
-            root = node.value
-            while isinstance(root, ast.Attribute | ast.Call) and getattr(root, "attr", "") not in VALUES:
-                root = root.func if isinstance(root, ast.Call) else root.value
-            if getattr(root, "id", getattr(root, "attr", "")) in VALUES:
-                found.add(node.attr)
-    return found - OWN
-
-
 def asked_for(tree: ast.AST) -> set[str]:
     """Names that `hasattr` and `getattr` are called with."""
     calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call) and len(node.args) > 1)
@@ -127,7 +115,8 @@ def asked_for(tree: ast.AST) -> set[str]:
 def test_names_are_those_of_the_list_and_only_this_folder_uses_them() -> None:
     trees = [ast.parse(path.read_text(encoding="utf-8")) for path in FILES]
     asked = set().union(*map(asked_for, trees))
-    assert set().union(*map(attributes, trees)) | asked == set(LISTED)
+    used = set().union(*(attributes(tree, VALUES) for tree in trees)) - OWN
+    assert used | asked == set(LISTED)
     assert {name for name, libraries in LISTED.items() if set(libraries) < LIBRARIES} <= asked
     others = set(PACKAGE.rglob("*.py")) - set(FILES)
     assert not [path for path in others if re.search(r"\b_?trt\.|import tensorrt", path.read_text("utf-8"))]
