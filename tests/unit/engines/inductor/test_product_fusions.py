@@ -1,5 +1,7 @@
 """What fusions of products and concatenations take and leave, and that the fused graph computes the same."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import onnx
 import pytest
@@ -31,7 +33,7 @@ from fusion_models import (
 from loka_onnx.core.formats import Precision
 from loka_onnx.engines.inductor import compile as compiling
 from loka_onnx.engines.inductor.backend import InductorBackend
-from loka_onnx.engines.inductor.fusions import DOMAIN, FusionReport, fuse, planned
+from loka_onnx.engines.inductor.fusions import DOMAIN, FusionReport, fuse, planned, products
 from loka_onnx.engines.inductor.fusions.planned import PlannedGraph
 
 
@@ -179,6 +181,26 @@ def test_broadcast_rows_and_scales_of_rows_are_not_taken_for_others(tmp_path):
     )
     unchanged(model, tmp_path)
     assert "Mul" in ops(fused(model, tmp_path)[0])
+
+
+@pytest.mark.parametrize(
+    ("shape", "end", "is_bias"),
+    [
+        ((16,), ("batch", 16), True),
+        ((1, 16), ("batch", 16), True),
+        ((16,), None, False),
+        ((1,), ("batch", 16), False),
+        ((4, 16), (4, 16), False),
+        ((1, 1, 16), ("batch", 16), False),
+    ],
+)
+def test_a_bias_is_one_constant_a_column(shape, end, is_bias):
+    end = SimpleNamespace(shape=end, kind="bf16")
+    tensor = SimpleNamespace(is_constant=True, shape=shape, kind="bf16")
+    assert products._is_bias(tensor, end) is is_bias
+    # Of a computed tensor the numbers are not known.
+    for change in ({"is_constant": False}, {"kind": "float"}):
+        assert not products._is_bias(SimpleNamespace(**vars(tensor) | change), end)
 
 
 def test_what_is_printed_of_declined_fusions_is_read_back(tmp_path, monkeypatch, capsys):
