@@ -191,9 +191,9 @@ FACTORS = [
     (gemm(tensor(BF16, 8, 64), tensor(FP8, 64, 128)), None),
     (gemm(tensor(FP8, 8, 64), constants=(tensor(BF16, 64, 128),)), None),
     (gemm(tensor(FP8, 8, 64), constants=(tensor(INT8, 64, 128),)), None),
-    (gemm(tensor(INT8, 8, 64)), None),
     (gemm(), None),
     # In INT8.
+    (gemm(tensor(INT8, 8, 64)), (INT8,)),
     (gemm(tensor(INT8, 8, 64), constants=(tensor(INT8, 64, 128), tensor("float", 128))), (INT8, INT8)),
     (gemm(tensor(BF16, 8, 64), constants=(tensor(INT8, 64, 128),)), None),
     (replace(gemm(tensor(INT8, 8, 64), tensor(INT8, 64, 128)), kind="kgen", tactic=""), None),
