@@ -16,6 +16,8 @@ from loka_onnx.sessions.host_devices import integer_instructions
 from loka_onnx.sessions.onnx_session import OnnxSession
 
 pytest.importorskip("onnxruntime", reason="needs onnxruntime: pip install 'loka-onnx[cpu]'")
+# Sums of other processors saturate.
+needs_integers = pytest.mark.skipif(not integer_instructions(), reason="needs VNNI, AMX or ARM's dot product")
 
 BODY = """
     qx = QuantizeLinear(x, s, z) dx = DequantizeLinear(qx, s, z)
@@ -62,7 +64,7 @@ def inputs(count: int) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not integer_instructions(), reason="needs VNNI, AMX or ARM's dot product")
+@needs_integers
 def test_a_product_with_one_row_of_weights_is_slower_in_int8_and_a_wide_chain_is_not(model: Model) -> None:
     proto, path = model
     before = proto.SerializeToString()
@@ -100,6 +102,7 @@ def test_units_of_one_structure_are_raced_once(model: Model, monkeypatch: pytest
     assert raced.count("thin") + raced.count("twin") == raced.count("other") == 2
 
 
+@needs_integers
 @pytest.mark.parametrize("products", [("thin",), ("next",), ("wide",), ("wide", "next", "thin")])
 def test_what_is_written_in_fp32_has_no_rounded_activation(model: Model, products: tuple[str, ...]) -> None:
     proto, path = model
