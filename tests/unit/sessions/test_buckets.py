@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loka_onnx.errors import EngineError
-from loka_onnx.sessions.buckets import pieces_of, rows_of, run_in_buckets
+from loka_onnx.sessions.buckets import Piece, padded, pieces_of, rows_of, run_in_buckets
 
 SIZES = st.lists(st.integers(1, 40), min_size=1, max_size=4, unique=True).map(sorted)
 
@@ -37,6 +37,12 @@ def test_a_row_gets_the_answer_of_a_program_that_sees_it_alone(rows: int, sizes:
     np.testing.assert_array_equal(got["out"], x.sum(axis=1) + ids)
     np.testing.assert_array_equal(got["version"], np.arange(3))
     assert set(ran) <= set(sizes)
+
+
+def test_what_pads_is_a_row_of_the_request() -> None:
+    value = np.array([[7, 8], [9, 10]])
+    np.testing.assert_array_equal(padded(value, Piece(0, 2, 4)), [[7, 8], [9, 10], [9, 10], [9, 10]])
+    assert padded(value, Piece(0, 2, 2)).base is value
 
 
 @pytest.mark.parametrize(("rows", "sizes", "said"), [(0, (4,), "0 rows; programs of 4"), (3, (), "no size")])
