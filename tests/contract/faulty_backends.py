@@ -1,7 +1,5 @@
 """Backends whose hooks misbehave inside the build process, as engine makers do."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

@@ -1,7 +1,5 @@
 """Every backend through one suite: build, load, infer, precision really used, refusals, clean directories."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace

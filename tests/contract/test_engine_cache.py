@@ -1,7 +1,5 @@
 """Engines are taken from the cache where everything they depend on is the same, and from nowhere else."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Claims of `core.backends`, read from compiled graphs: what shares a kernel with a Q, what moves in FP8."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -214,9 +212,7 @@ def attention() -> onnx.ModelProto:
     ],
     ids=["behind_the_heads", "placed", "exact_attention"],
 )
-def test_a_merged_query_key_and_value(
-    fp8: tuple[str, ...], placed: bool, without: dict[str, bool], dialect: bool, tmp_path: Path
-) -> None:
+def test_a_merged_query_key_and_value(fp8, placed, without, dialect, tmp_path):
     """With a scale for each channel, heads directly behind the Split cost the merged product its FP8.
 
     The compiler cuts the weight apart there. Q in front of the heads keep it whole; where attention is exact

@@ -1,7 +1,5 @@
 """What Inductor makes of planned graphs: which sites multiply FP8, which batch sizes one package serves."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """An engine maker may crash, hang, eat memory or be killed: the candidate fails, the run goes on."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -46,9 +44,7 @@ FAULTS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("backend", "said"),
-    FAULTS.items(),
-    ids=lambda value: getattr(value, "__name__", ""),
+    ("backend", "said"), FAULTS.items(), ids=lambda value: getattr(value, "__name__", "")
 )
 def test_a_faulty_engine_maker_fails_its_candidate_alone(backend, said, model, tmp_path):
     artifact = backend().build(request_for(model, tmp_path / "engine"))

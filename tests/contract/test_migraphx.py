@@ -3,8 +3,6 @@
 The backend's own suite is `test_backends`; here, what the facts behind the dialect rest on.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

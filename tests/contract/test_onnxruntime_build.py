@@ -1,7 +1,5 @@
 """The backend around its providers, with the CPU provider under CUDA's and TensorRT's settings."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path

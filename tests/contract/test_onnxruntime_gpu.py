@@ -1,7 +1,5 @@
 """ONNX Runtime on a GPU of this host, through each provider that it has: placement, precision, graphs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """CPU engines with embedding tables in INT8: one engine, smaller, whose tables and remarks are read back."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

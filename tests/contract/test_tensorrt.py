@@ -1,7 +1,5 @@
 """TensorRT on a GPU: what only real engines show. `test_backends` holds it to what every backend must do."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What TensorRT for RTX does with FP8 and INT8 sites, read from its compiled graphs: the backend's table."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -109,11 +107,6 @@ def interaction(w: GraphWriter, x: str) -> str:
     return y
 
 
-def after_norm(w: GraphWriter, x: str) -> str:
-    n = w.op("LayerNormalization", [x, w.constant("g", np.ones(64)), w.constant("b", np.zeros(64))], "ln")
-    return gemm(64, 32)(w, n)
-
-
 ENGAGED: dict[str, tuple[Body, Shape]] = {
     "gemm_transb": (gemm(64, 128), (64,)),
     "gemm_transb_per_channel": (gemm(64, 128, axis=0), (64,)),
@@ -124,26 +117,12 @@ ENGAGED: dict[str, tuple[Body, Shape]] = {
     "n1": (gemm(64, 1), (64,)),
     "k13_n7": (gemm(13, 7), (13,)),
 }
-
-
-@pytest.mark.parametrize("case", ENGAGED)
-def test_fp8_is_engaged(case, tmp_path):
-    body, shape = ENGAGED[case]
-    site = compile_body(tmp_path, body, shape).sites["fc"]
-    assert site.engaged, site.evidence
-    assert site.operands == ("fp8_e4m3", "fp8_e4m3")
-
-
-@pytest.mark.parametrize(
-    ("base", "architecture"),
-    [(Precision.FP16, "sm75"), (Precision.BF16, "sm86"), (Precision.BF16, "sm89")],
-)
-@pytest.mark.parametrize("case", ENGAGED)
-def test_int8_is_engaged(case, base, architecture, tmp_path):
-    body, shape = ENGAGED[case]
-    site = compile_body(tmp_path, body, shape, base, architecture, INT8).sites["fc"]
-    assert site.engaged, site.evidence
-    assert site.operands == ("int8", "int8")
+BASES = [
+    (Precision.FP32, "sm120"),
+    (Precision.FP16, "sm120"),
+    (Precision.FP16, "sm89"),
+    (Precision.FP32, "sm89"),
+]
 
 
 def test_fp32_products_are_refused_for_turing_alone(tmp_path):
@@ -178,20 +157,21 @@ def test_fp8_and_int8_sites_of_one_engine(tmp_path):
     assert not any(site.engaged for site in site_precisions(graphs, planned))
 
 
-@pytest.mark.parametrize(
-    ("base", "architecture"),
-    [
-        (Precision.FP32, "sm120"),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in ((Precision.FP16, "sm120"), (Precision.FP16, "sm89"), (Precision.FP32, "sm89"))
-        ),
-    ],
-)
-def test_fp8_is_engaged_on_every_base_and_architecture(base, architecture, tmp_path):
-    compiled = compile_body(tmp_path, gemm(64, 128, axis=0), (64,), base, architecture)
+BUILDS = [
+    *((case, E4M3FN, Precision.BF16, "sm89") for case in ENGAGED),
+    *((case, INT8, Precision.FP16, "sm75") for case in ENGAGED),
+    *((case, INT8, Precision.BF16, architecture) for case in ENGAGED for architecture in ("sm86", "sm89")),
+    *(("gemm_transb_per_channel", E4M3FN, base, architecture) for base, architecture in BASES),
+]
+
+
+@pytest.mark.parametrize(("case", "format", "base", "architecture"), BUILDS)
+def test_a_site_is_engaged(case, format, base, architecture, tmp_path):
+    compiled = compile_body(tmp_path, *ENGAGED[case], base, architecture, format)
     assert compiled.graphs[0].architectures == (architecture,)
-    assert compiled.sites["fc"].engaged
+    site = compiled.sites["fc"]
+    assert site.engaged, site.evidence
+    assert site.operands == ("fp8_e4m3" if format is E4M3FN else "int8",) * 2
 
 
 @pytest.mark.parametrize(
@@ -217,13 +197,6 @@ def test_sites_on_one_qdq_are_merged_and_engaged(tmp_path):
     products = [o for o in compiled.graphs[0].operations if o.kind == "fully_connected"]
     assert len(products) == 1
     assert {"a", "b"} <= set(products[0].layers)
-
-
-def test_the_quantization_is_part_of_the_norm_kernel(tmp_path):
-    compiled = compile_body(tmp_path, after_norm, (64,))
-    kernels = [o for o in compiled.graphs[0].operations if "fc/x/q" in o.layers]
-    assert ["ln" in kernel.layers for kernel in kernels] == [True]
-    assert [compiled.graphs[0].type_of(t) for t in kernels[0].outputs] == ["fp8_e4m3"]
 
 
 @pytest.mark.slow

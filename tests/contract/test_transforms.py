@@ -1,7 +1,5 @@
 """Every transform through one suite: what it must leave alone, say, and prove."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

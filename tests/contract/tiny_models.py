@@ -1,7 +1,5 @@
 """Tiny ONNX models as backends get them: named sites, Q/DQ at eight-bit sites, explicit casts."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Models in the form that ONNX Runtime's CPU provider runs fastest: the same values, other kernels."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

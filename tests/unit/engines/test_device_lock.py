@@ -1,7 +1,5 @@
 """One process at a time on the accelerator, and nobody pays for waiting."""
 
-from __future__ import annotations
-
 import fcntl
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """INT8 products that stay in FP32 because they are slower: times on this processor, and equal values."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,8 @@ from loka_onnx.sessions.host_devices import integer_instructions
 from loka_onnx.sessions.onnx_session import OnnxSession
 
 pytest.importorskip("onnxruntime", reason="needs onnxruntime: pip install 'loka-onnx[cpu]'")
+# Sums of other processors saturate.
+needs_integers = pytest.mark.skipif(not integer_instructions(), reason="needs VNNI, AMX or ARM's dot product")
 
 BODY = """
     qx = QuantizeLinear(x, s, z) dx = DequantizeLinear(qx, s, z)
@@ -64,7 +64,7 @@ def inputs(count: int) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not integer_instructions(), reason="needs VNNI, AMX or ARM's dot product")
+@needs_integers
 def test_a_product_with_one_row_of_weights_is_slower_in_int8_and_a_wide_chain_is_not(model: Model) -> None:
     proto, path = model
     before = proto.SerializeToString()
@@ -102,6 +102,7 @@ def test_units_of_one_structure_are_raced_once(model: Model, monkeypatch: pytest
     assert raced.count("thin") + raced.count("twin") == raced.count("other") == 2
 
 
+@needs_integers
 @pytest.mark.parametrize("products", [("thin",), ("next",), ("wide",), ("wide", "next", "thin")])
 def test_what_is_written_in_fp32_has_no_rounded_activation(model: Model, products: tuple[str, ...]) -> None:
     proto, path = model
@@ -121,10 +122,7 @@ def test_what_is_written_in_fp32_has_no_rounded_activation(model: Model, product
     weights = {name: reader.values(f"q{name}") * np.float64(reader.values(f"s{name}")) for name in "13"}
     of_next = reader.values("q2").T * np.float64(reader.values("s2"))
     hidden = np.maximum(rounded(given["x"], "wide", 128) @ weights["1"] + constants["b1"], 0)
-    want = {
-        "y": rounded(hidden, "next", 0) @ of_next,
-        "u": rounded(given["t"], "thin", 128) @ weights["3"],
-    }
+    want = {"y": rounded(hidden, "next", 0) @ of_next, "u": rounded(given["t"], "thin", 128) @ weights["3"]}
     got = OnnxSession.in_memory(proto, {}, path).run(given)
     for name, values in want.items():
         # One step of an activation, where a tie falls the other way, moves a sum by 0.05 · 0.25.

@@ -1,7 +1,5 @@
 """Embedding tables in INT8 with a scale for each row, against a reference in NumPy."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np
@@ -10,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto as T
-from onnx import helper as h
-from onnx import numpy_helper
+from onnx_text import parsed
 
 from loka_onnx.engines.onnx_operands import OperandReader
 from loka_onnx.engines.onnxruntime.providers import CPU, provider_for
@@ -19,22 +16,13 @@ from loka_onnx.engines.onnxruntime.site_precision import dump_optimized
 from loka_onnx.engines.onnxruntime.tables import StoredTables, write_tables
 from loka_onnx.sessions.onnx_session import OnnxSession
 
+LOOKUP = "y = Gather(table, ids)"
 
-def lookup_model(path: Path, table: np.ndarray, nodes: list[onnx.NodeProto], **constants: np.ndarray) -> Path:
-    initializers = {"table": table, **constants}
-    graph = h.make_graph(
-        nodes,
-        "lookups",
-        [h.make_tensor_value_info("ids", T.INT64, ["batch", "fields"])],
-        [h.make_tensor_value_info("y", T.FLOAT, None)],
-        [numpy_helper.from_array(values, name) for name, values in initializers.items()],
-    )
-    onnx.save(h.make_model(graph, opset_imports=[h.make_opsetid("", 21)], ir_version=10), path)
+
+def lookup_model(path: Path, table: np.ndarray, body: str = LOOKUP) -> Path:
+    constants = {"table": table, "c": np.array([1, 2])}
+    onnx.save(parsed(body, constants, inputs="int64[batch,fields] ids"), path)
     return path
-
-
-def gather(table: str = "table", ids: str = "ids", out: str = "y", **attributes: int) -> onnx.NodeProto:
-    return h.make_node("Gather", [table, ids], [out], out, **attributes)
 
 
 def rewritten(path: Path) -> tuple[onnx.ModelProto, StoredTables]:
@@ -58,14 +46,12 @@ def reference(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     magnitude=st.floats(-30, 30),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_each_row_is_rounded_by_itself(
-    rows: int, width: int, magnitude: float, seed: int, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_each_row_is_rounded_by_itself(rows, width, magnitude, seed, tmp_path_factory):
     random = np.random.default_rng(seed)
     spread = 10.0 ** random.uniform(-3, 3, (rows, 1))
     table = (random.standard_normal((rows, width)) * spread * 10.0**magnitude).astype(np.float32)
     table[random.random(rows) < 0.3] = 0
-    path = lookup_model(tmp_path_factory.mktemp("t") / "m.onnx", table, [gather()])
+    path = lookup_model(tmp_path_factory.mktemp("t") / "m.onnx", table)
     ids = random.integers(-rows, rows, (5, 3))
     rewritten(path)
     with OnnxSession(path) as session:
@@ -81,8 +67,8 @@ def test_each_row_is_rounded_by_itself(
 
 def test_a_shared_table_is_stored_once_and_the_optimizer_keeps_it(tmp_path: Path) -> None:
     table = np.random.default_rng(0).standard_normal((300, 16)).astype(np.float32)
-    nodes = [gather(out="a"), gather(out="b"), h.make_node("Add", ["a", "b"], ["y"], "y")]
-    path = lookup_model(tmp_path / "m.onnx", table, nodes)
+    body = "a = Gather(table, ids) b = Gather(table, ids) y = Add(a, b)"
+    path = lookup_model(tmp_path / "m.onnx", table, body)
     before = path.stat().st_size
     _, done = rewritten(path)
     assert (done.written, done.declined) == (("table",), {})
@@ -95,20 +81,15 @@ def test_a_shared_table_is_stored_once_and_the_optimizer_keeps_it(tmp_path: Path
 
 TABLE = np.ones((6, 8), np.float32)
 DECLINED = {
-    "columns": (TABLE, [gather(axis=1)], {}, "takes no whole rows of it"),
-    "elements": (TABLE, [h.make_node("GatherElements", ["table", "ids"], ["y"])], {}, "takes no whole rows"),
-    "gather_nd": (TABLE, [h.make_node("GatherND", ["table", "ids"], ["y"])], {}, "takes no whole rows of it"),
-    "constant_ids": (TABLE, [gather(ids="c")], {"c": np.array([1, 2])}, "constant"),
-    "one_wide": (TABLE[:, :1], [gather()], {}, "not smaller"),
-    "not_finite": (np.full((6, 8), np.inf, np.float32), [gather()], {}, "NaN or infinity"),
+    "columns": (TABLE, "y = Gather<axis=1>(table, ids)", "takes no whole rows of it"),
+    "elements": (TABLE, "y = GatherElements(table, ids)", "takes no whole rows"),
+    "gather_nd": (TABLE, "y = GatherND(table, ids)", "takes no whole rows of it"),
+    "constant_ids": (TABLE, "y = Gather(table, c)", "constant"),
+    "one_wide": (TABLE[:, :1], LOOKUP, "not smaller"),
+    "not_finite": (np.full((6, 8), np.inf, np.float32), LOOKUP, "NaN or infinity"),
     "tied_to_a_product": (
         TABLE,
-        [
-            gather(out="r"),
-            h.make_node("Transpose", ["table"], ["t"]),
-            h.make_node("MatMul", ["r", "t"], ["y"]),
-        ],
-        {},
+        "r = Gather(table, ids) t = Transpose(table) y = MatMul(r, t)",
         "not only lookups read it",
     ),
 }
@@ -116,8 +97,8 @@ DECLINED = {
 
 @pytest.mark.parametrize("case", DECLINED)
 def test_other_uses_keep_the_table(case: str, tmp_path: Path) -> None:
-    table, nodes, constants, reason = DECLINED[case]
-    path = lookup_model(tmp_path / "m.onnx", table, nodes, **constants)
+    table, body, reason = DECLINED[case]
+    path = lookup_model(tmp_path / "m.onnx", table, body)
     model, done = rewritten(path)
     assert done.written == ()
     assert reason in done.declined["table"]

@@ -1,7 +1,5 @@
 """Operands of products as an ONNX graph has them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import ml_dtypes

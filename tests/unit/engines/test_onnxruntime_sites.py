@@ -1,7 +1,5 @@
 """What each provider is told and declines, and what sites really run in, by ONNX Runtime's own graph."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import ml_dtypes

@@ -1,7 +1,5 @@
 """Timing kernels, with the real ones of the CPU."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -137,9 +135,7 @@ def test_a_device_that_died_ends_the_work(timer: KernelTimer, monkeypatch: pytes
     assert "long text" not in error.value.evidence
 
 
-def test_times_are_taken_in_turns_and_their_median_kept(
-    timer: KernelTimer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_times_are_taken_in_turns_and_their_median_kept(timer, monkeypatch):
     times = iter([50.0, 1.0, 2.0, 3.0, 4.0])
     monkeypatch.setattr(tuning, "_clocked", lambda run: next(times))
     (found,) = timer.measure(timer.kernels[:1], Operands.generated(SHAPE, 0)).measured

@@ -1,7 +1,5 @@
 """A bare install imports every backend, and says what is missing."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """Preflight: every batch size runs, every row is its own, and what breaks either is named."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 
@@ -115,9 +113,7 @@ COUPLED = {
 
 
 @pytest.mark.parametrize("name", COUPLED)
-def test_coupled_rows_are_refused_and_their_operator_named(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_coupled_rows_are_refused_and_their_operator_named(name, tmp_path, monkeypatch):
     monkeypatch.setitem(CONSTANTS, "one", np.array([1]))
     monkeypatch.setitem(CONSTANTS, "step", np.array(1))
     (finding,) = preflight(canonical(COUPLED[name], tmp_path), batches(), ["y"])
@@ -145,9 +141,7 @@ def test_what_is_not_judged_may_couple_rows_and_the_model_stays(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(("smallest", "largest", "fails"), [(1, 300, 1), (2, 289, 289), (3, 48, 3)])
-def test_a_size_that_fails_is_told_with_its_operator(
-    smallest: int, largest: int, fails: int, tmp_path: Path
-) -> None:
+def test_a_size_that_fails_is_told_with_its_operator(smallest, largest, fails, tmp_path):
     """Two rows make one: odd batches fail. The geometric middle of 2 and 289 is 24."""
     model = canonical("[pair] r = Reshape(h, rows)\nk = Reshape(r, flat)", tmp_path)
     (finding,) = preflight(model, batches(smallest, largest), ["y"])

@@ -1,7 +1,5 @@
 """Models written in ONNX's text form."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

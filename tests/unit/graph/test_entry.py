@@ -1,7 +1,5 @@
 """Models at the entry: what is refused, and what becomes of an exported one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -123,26 +121,6 @@ def test_forms_of_older_operator_sets(form, opset, write_model):
     np.testing.assert_allclose(after, before, rtol=1e-6, atol=1e-7)
 
 
-def test_model_local_functions_are_inlined(tmp_path):
-    text = """
-    <ir_version: 10, opset_import: ["" : 21, "local" : 1]>
-    g (float[b,4] x, float[4,3] w) => (float[b,3] y) { y = local.dense(x, w) }
-    <opset_import: ["" : 21], domain: "local">
-    dense (a, k) => (r) { p = MatMul(a, k)  r = Relu(p) }
-    """
-    model = onnx.parser.parse_model(text)
-    del model.graph.input[1]
-    model.graph.initializer.append(onnx.numpy_helper.from_array(randn(4, 3), "w"))
-    path = tmp_path / "functions.onnx"
-    onnx.save(model, path)
-    canonical = canonicalize(path)
-    assert canonical.notes == ("model-local functions inlined",)
-    (site,) = find_sites(canonical.model)
-    assert (site.op_type, site.k, site.n) == ("MatMul", 4, 3)
-    x = randn(5, 4)
-    np.testing.assert_array_equal(run(taken(path), x=x), run(path, x=x))
-
-
 PRODUCT = "g (float[b,4] x) => (float[b,3] y) { y = MatMul(x, w) }"
 
 
@@ -161,36 +139,26 @@ def test_old_opsets_absent_files_and_other_kinds_are_refused(write_model, tmp_pa
     refused(text, "E0312")
 
 
-@pytest.mark.parametrize(
-    ("domain", "op", "shown"), [("acme", "FusedLookup", "acme::FusedLookup"), ("", "Frobnicate", "ai.onnx::")]
-)
-def test_a_custom_operator_is_refused_by_name(domain, op, shown, write_model):
-    path = write_model(PRODUCT, {"w": (4, 3)})
-    model = onnx.load(path)
-    model.graph.node.add(op_type=op, domain=domain, name="lookup_7", input=["x"], output=["z"])
-    model.opset_import.append(onnx.helper.make_opsetid("acme", 1))
-    onnx.save(model, path)
-    refused(path, "E0305", "node 'lookup_7'", f"uses the custom operator '{shown}")
+CUSTOM = {
+    "of a domain": ("[lookup_7] z = acme.FusedLookup(x)", "lookup_7", "acme::FusedLookup"),
+    "of no domain": ("[lookup_7] z = Frobnicate(x)", "lookup_7", "ai.onnx::"),
+    "without a name": ("looked_up = acme.FusedLookup(x)", "looked_up", "acme::FusedLookup"),
+    "in a branch": (
+        "[pick] z = If(c) <then_branch = t () => (p) { [inner] p = acme.Relu(x) },"
+        " else_branch = e () => (p) { p = Relu(x) }>",
+        "inner",
+        "acme::Relu",
+    ),
+}
 
 
-def test_a_custom_operator_inside_a_branch_is_refused(write_model):
+@pytest.mark.parametrize("case", CUSTOM)
+def test_a_custom_operator_is_refused_by_name(case, write_model):
+    body, node, shown = CUSTOM[case]
     path = write_model(
-        "g (float[b,4] x, bool c) => (float[] y) {"
-        " y = If(c) <then_branch = t () => (z) { z = Relu(x) }, else_branch = e () => (z) { z = Relu(x) }> }"
+        f"g (float[b,4] x, bool c) => (float[b,3] y) {{ y = MatMul(x, w) {body} }}", {"w": (4, 3)}
     )
-    model = onnx.load(path)
-    model.graph.node[0].attribute[0].g.node[0].domain = "acme"
-    onnx.save(model, path)
-    refused(path, "E0305", "'acme::Relu'")
-
-
-def test_a_custom_operator_without_a_name_is_refused_by_its_output(write_model):
-    path = write_model(PRODUCT, {"w": (4, 3)})
-    model = onnx.load(path)
-    model.graph.node.add(op_type="FusedLookup", domain="acme", input=["x"], output=["looked_up"])
-    model.opset_import.append(onnx.helper.make_opsetid("acme", 1))
-    onnx.save(model, path)
-    refused(path, "E0305", "node 'looked_up'")
+    refused(path, "E0305", f"node '{node}'", f"uses the custom operator '{shown}")
 
 
 def test_axes_of_minus_one_are_dynamic(write_model):
@@ -213,20 +181,6 @@ def test_a_truncated_file_is_refused(keep, write_model):
     refused(path, "E0312")
 
 
-@pytest.fixture
-def with_external(write_model) -> Path:
-    return outside(write_model(PRODUCT, {"w": (4, 3)}), 0)
-
-
-@pytest.mark.parametrize("read", [canonicalize, GraphModel.load])
-def test_truncated_external_data_are_refused(read, with_external):
-    (with_external.parent / "weights.bin").write_bytes(b"\0" * 47)
-    with pytest.raises(
-        ModelError, match=r"are truncated(?s:.*)'w' ends at byte 48 of 'weights\.bin', which has 47"
-    ):
-        read(with_external)
-
-
 def test_every_dense_type_survives(write_model):
     """Constants that are no products: integers, booleans, FP16."""
     others = {"half": np.float16(0.5), "mask": np.array([True, False, True]), "zero": np.float32(0)}
@@ -240,8 +194,6 @@ def test_every_dense_type_survives(write_model):
 
 
 BASIC = SessionOptions(optimize=False)
-
-
 CHOICE = """g (float[b,64] x, bool c) => (float[b,64] y) {
     h = MatMul(x, w)
     y = If(c) <then_branch = t () => (p) { q = MatMul(h, inner)  p = Add(q, bias) },

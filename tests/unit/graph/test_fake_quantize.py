@@ -1,7 +1,5 @@
 """Rounding written as graph operations, against ml_dtypes, and the float types of a model."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import ml_dtypes

@@ -1,7 +1,5 @@
 """Columns of inputs: bounds of ids from every form in which one reaches its table, and where columns mix."""
 
-from __future__ import annotations
-
 import numpy as np
 import onnx
 import pytest

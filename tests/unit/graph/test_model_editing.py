@@ -1,7 +1,5 @@
 """Edits that a rewrite is made of: tensors keep names, readers and place; branches and sequences survive."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np
@@ -74,9 +72,7 @@ def test_nodes_behind_a_tensor_and_splits_have_their_values(tmp_path: Path) -> N
         lambda model, folder: model.to_proto(),
     ],
 )
-def test_what_is_added_after_the_list_of_nodes_was_renewed_is_in_the_graph(
-    renewed_by, tmp_path: Path
-) -> None:
+def test_what_is_added_after_the_list_of_nodes_was_renewed_is_in_the_graph(renewed_by, tmp_path):
     """Cleaning and sorting replace the list: a node that went into the old one was lost."""
     model = graph(tmp_path)
     renewed_by(model, tmp_path)

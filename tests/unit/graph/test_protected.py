@@ -1,15 +1,12 @@
 """The logit end and the residual stream of graphs as text, and of what PyTorch's exporters write."""
 
-from __future__ import annotations
-
-import logging
 import re
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+from graph_runs import export
 
 from loka_onnx.graph.entry import canonicalize
 from loka_onnx.graph.model import GraphModel
@@ -130,21 +127,6 @@ def test_residual_stream(case, write_model):
     assert [place.node for place in found] == expected.split()
 
 
-def export(module, exporter: str, folder: Path) -> GraphModel:
-    torch = pytest.importorskip("torch", reason="needs torch")
-    path, is_dynamo = folder / f"{exporter}.onnx", exporter == "dynamo"
-    logging.getLogger("torch.onnx").setLevel(logging.ERROR)
-    batch = {"input_names": ["x"], "dynamic_axes": {"x": {0: "batch"}}, "opset_version": 17}
-    if is_dynamo:
-        batch = {"dynamic_shapes": ({0: torch.export.Dim("batch")},), "opset_version": 21}
-    with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore")
-        torch.onnx.export(
-            module.eval(), (torch.randn(4, 32),), path, dynamo=is_dynamo, verbose=False, **batch
-        )
-    return canonicalize(path).model
-
-
 def ranker():
     """Cross layers, an MLP, and a head with bias, temperature and Platt scaling."""
     torch = pytest.importorskip("torch", reason="needs torch")
@@ -174,7 +156,7 @@ def ranker():
 
 @pytest.mark.parametrize("exporter", [pytest.param("dynamo", marks=pytest.mark.slow), "torchscript"])
 def test_what_the_exporters_write(exporter, tmp_path):
-    model = export(ranker(), exporter, tmp_path)
+    model = canonicalize(export(ranker(), (4, 32), tmp_path / "m.onnx", exporter)).model
     ends = {place.node for place in logit_ends(model)}
     assert "platt" in ends and ends.isdisjoint({"head", "wide", "deep.0"})
     ops = {model.node(name).op for name in ends}

@@ -4,8 +4,6 @@ A double for tests without a GPU. It refuses what the driver refuses: a wait whi
 size or an address that was never allocated, a buffer freed twice.
 """
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable
 from typing import Any

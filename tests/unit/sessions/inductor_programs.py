@@ -3,8 +3,6 @@
 It keeps what a CUDA graph promises: fixed addresses in and out, and nothing but a replay in between.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace

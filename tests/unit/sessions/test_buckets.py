@@ -1,7 +1,5 @@
 """Requests of any size through programs of fixed sizes: which one, padding, cutting."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -15,15 +13,8 @@ from loka_onnx.sessions.buckets import Piece, padded, pieces_of, rows_of, run_in
 SIZES = st.lists(st.integers(1, 40), min_size=1, max_size=4, unique=True).map(sorted)
 
 
-def test_the_least_program_that_holds_the_rows() -> None:
-    assert pieces_of(4, (4, 16)) == (Piece(0, 4, 4),)
-    assert pieces_of(37, (4, 16)) == (Piece(0, 16, 16), Piece(16, 16, 16), Piece(32, 5, 16))
-
-
 @given(rows=st.integers(1, 200), sizes=SIZES)
-def test_pieces_cover_each_row_once_and_waste_less_than_any_smaller_program(
-    rows: int, sizes: list[int]
-) -> None:
+def test_pieces_cover_each_row_once_and_waste_less_than_any_smaller_program(rows, sizes):
     pieces = pieces_of(rows, sizes)
     covered = [row for piece in pieces for row in range(piece.start, piece.start + piece.rows)]
     assert covered == list(range(rows))

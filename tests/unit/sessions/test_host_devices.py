@@ -1,7 +1,5 @@
 """Which device runs an architecture, and whether it is the target."""
 
-from __future__ import annotations
-
 import pytest
 
 from loka_onnx.sessions import host_devices

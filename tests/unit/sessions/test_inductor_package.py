@@ -1,7 +1,5 @@
 """Packages of Inductor engines: contents, refusals, and hosts that they do not fit."""
 
-from __future__ import annotations
-
 import zipfile
 from dataclasses import replace
 from pathlib import Path
@@ -75,9 +73,7 @@ def test_what_is_no_package_is_refused(tmp_path: Path) -> None:
             read_engine(tmp_path / f"{name}.pt2")
 
 
-def test_nothing_is_loaded_where_the_host_does_not_fit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_loaded_where_the_host_does_not_fit(tmp_path, monkeypatch):
     def load(*arguments: Any) -> Any:
         raise AssertionError("loaded")
 

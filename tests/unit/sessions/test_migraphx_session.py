@@ -1,7 +1,5 @@
 """MIGraphX's calls, and sessions of an engine's document; neither a GPU nor the library is needed."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import json
@@ -132,9 +130,7 @@ class TestOpening:
             with open_migraphx(engine, "gfx942", version) as session:
                 assert session.run(request(3))["sum"].shape == (3,)
 
-    def test_another_version_or_architecture_is_refused(
-        self, engine: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_another_version_or_architecture_is_refused(self, engine, monkeypatch):
         with pytest.raises(EngineError, match=r"built by 2\.16\.0, this host has 2\.15\.0"):
             open_migraphx(engine, "gfx942", "2.16.0")
         with pytest.raises(EngineError, match=r"asked for gfx950, the engine is for gfx942"):
@@ -291,9 +287,7 @@ class TestRereading:
         assert dot == ("op dot", [x, dequantized])
         assert returned == ("return", [dot, other])
 
-    def test_names_of_onnx_nodes_are_handed_on_where_the_release_takes_them(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_names_of_onnx_nodes_are_handed_on_where_the_release_takes_them(self, monkeypatch):
         def add_instruction(self: Module, op: str, inputs: list[Any], debug_symbols: Any = None) -> Any:
             """add_instruction(op, args, debug_symbols: list = [])"""
             return self._add(op, debug_symbols)

@@ -1,7 +1,5 @@
 """Which provider runs what, what it is told, and what this host lacks for it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 

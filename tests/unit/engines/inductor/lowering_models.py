@@ -1,7 +1,5 @@
 """Small graphs, and the two ways of running them that the tests of the lowering compare."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path

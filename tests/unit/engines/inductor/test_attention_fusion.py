@@ -1,7 +1,5 @@
 """Which attention becomes one node, what is left alone, and that the fused graph computes the same."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The inductor backend before a build, and what exported programs and packages make of the planned sites."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -72,9 +70,7 @@ def test_plans_that_no_device_of_an_architecture_runs_are_declined() -> None:
     assert backend.decline(e5m2, "cpu") == "site 'fc' asks for E5M2; inductor takes E4M3FN, INT8 only"
 
 
-def test_a_gpu_is_built_for_where_it_is_and_nothing_without_a_compiler(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_gpu_is_built_for_where_it_is_and_nothing_without_a_compiler(monkeypatch):
     backend = InductorBackend()
     monkeypatch.setattr(backend_module, "list_cuda_devices", lambda: (CudaDevice(0, "H100", "sm90"),))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

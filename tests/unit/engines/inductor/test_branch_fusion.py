@@ -1,7 +1,5 @@
 """Branches of one form become batched products that compute the same, to the bit where sums are exact."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from tempfile import TemporaryDirectory
 

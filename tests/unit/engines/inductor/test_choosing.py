@@ -1,7 +1,5 @@
 """Which of the kernels that were timed is compiled in."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

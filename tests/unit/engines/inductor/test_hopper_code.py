@@ -1,7 +1,5 @@
 """Kernels as Triton compiles them for Hopper, which takes no GPU."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """FP8 products against float64 products of the values that were quantized; Q and DQ against ml_dtypes."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 

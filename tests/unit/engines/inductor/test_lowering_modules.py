@@ -1,7 +1,5 @@
 """The module as a whole: names, weights, devices, computed shapes, chains of operators, errors."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The zoo's models after all mods against ONNX Runtime: in FP32, and with every product in FP8."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What fusions of products and concatenations take and leave, and that the fused graph computes the same."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What the fusions of token mixers take, what they leave, and that the fused graph computes the same."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from onnx import TensorProto

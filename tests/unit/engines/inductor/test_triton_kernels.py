@@ -6,8 +6,6 @@ to FP8 reaches the next power of two, so that a few quantized values are half of
 does neither.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

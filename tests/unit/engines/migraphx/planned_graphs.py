@@ -1,7 +1,5 @@
 """Planned graphs as `apply_plan` writes them, and what they compute, without MIGraphX."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import ml_dtypes
@@ -63,6 +61,14 @@ def reread(model: onnx.ModelProto) -> onnx.ModelProto:
         if tensor.data_type == T.FLOAT8E4M3FNUZ:
             tensor.data_type = T.FLOAT8E4M3FN
     return result
+
+
+def constants(model: onnx.ModelProto) -> dict[str, Array]:
+    return {tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
+
+
+def quantizers(model: onnx.ModelProto) -> list[onnx.NodeProto]:
+    return [node for node in model.graph.node if node.op_type in {"QuantizeLinear", "DequantizeLinear"}]
 
 
 class Planned:

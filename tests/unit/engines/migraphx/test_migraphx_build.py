@@ -1,7 +1,5 @@
 """The MIGraphX backend's builds, and the vendor calls that it makes."""
 
-from __future__ import annotations
-
 import ast
 import os
 import shutil
@@ -15,12 +13,11 @@ import pytest
 from onnx import TensorProto as T
 from planned import plan_of_one
 from planned_graphs import Planned
+from vendor_names import attributes
 
 from loka_onnx.core.formats import E4M3FNUZ, E5M2, Precision
 from loka_onnx.core.recipe import PER_TENSOR, Recipe
 from loka_onnx.engines.migraphx import api, backend
-from loka_onnx.engines.migraphx import api as migraphx_api
-from loka_onnx.engines.migraphx import backend as backend_module
 from loka_onnx.engines.migraphx import session as migraphx_session
 from loka_onnx.engines.migraphx.backend import MigraphxBackend, inputs_of, save_dialect
 from loka_onnx.engines.migraphx.session import ProgramInput, ProgramOutput, read_engine
@@ -67,7 +64,7 @@ def model(folder: Path, external: bool = False) -> Path:
 @pytest.fixture
 def vendor(monkeypatch: pytest.MonkeyPatch) -> FakeMigraphx:
     made = FakeMigraphx()
-    monkeypatch.setattr(backend_module, "import_migraphx", lambda: made)
+    monkeypatch.setattr(backend, "import_migraphx", lambda: made)
     return made
 
 
@@ -204,32 +201,12 @@ VENDOR_VALUES = {
     *("migraphx", "program", "result", "source", "main", "instruction", "each", "shape", "value"),
     *("loaded", "module", "_migraphx"),
 }
-DUNDERS = {"__doc__", "__version__", "__file__"}
-
-
-def used_names(path: str) -> set[str]:
-    """Attributes taken of values that belong to the module."""
-    found = set()
-    for node in ast.walk(ast.parse(Path(path).read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Attribute):
-            root = node.value
-            while isinstance(root, ast.Attribute | ast.Call) and not (
-                isinstance(root, ast.Attribute) and root.attr in VENDOR_VALUES
-            ):
-                root = root.value if isinstance(root, ast.Attribute) else root.func
-            name = root.id if isinstance(root, ast.Name) else getattr(root, "attr", "")
-            if name in VENDOR_VALUES:
-                found.add(node.attr)
-    return found - DUNDERS
-
-
-def listed() -> set[str]:
-    lines = NAMES.read_text(encoding="utf-8").splitlines()
-    return {line for line in lines if line and not line.startswith("#")}
 
 
 def test_names_exist():
-    assert used_names(migraphx_api.__file__) == listed()
+    lines = NAMES.read_text(encoding="utf-8").splitlines()
+    tree = ast.parse(Path(api.__file__).read_text(encoding="utf-8"))
+    assert attributes(tree, VENDOR_VALUES) == {line for line in lines if line and not line.startswith("#")}
 
 
 @pytest.mark.parametrize("module", [backend, migraphx_session], ids=lambda m: m.__name__)

@@ -1,7 +1,5 @@
 """The dialect as a whole, on models that the planner's own transform wrote, and the rule for norms."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from pathlib import Path
 
@@ -9,10 +7,9 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto as T
-from onnx import numpy_helper
 from onnx_text import parsed
 from planned import quantized_site
-from planned_graphs import NUMPY, Array, Planned, evaluate, reread
+from planned_graphs import NUMPY, Array, Planned, constants, evaluate, quantizers, reread
 
 from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.formats import E4M3FN, INT8, NumberFormat, Precision
@@ -80,9 +77,7 @@ def written(path: Path, form: Float8Form) -> onnx.ModelProto:
 @pytest.mark.parametrize("form", Float8Form)
 @pytest.mark.parametrize("per_channel", [False, True])
 @pytest.mark.parametrize("format", [E4M3FN, INT8], ids=str)
-def test_the_numbers_of_an_fp32_plan_stay(
-    tmp_path: Path, format: NumberFormat, form: Float8Form, per_channel: bool
-) -> None:
+def test_the_numbers_of_an_fp32_plan_stay(tmp_path, format, form, per_channel):
     path = planned(tmp_path, Precision.FP32, per_channel=per_channel, format=format)
     model = written(path, form)
     x = np.random.default_rng(5).normal(size=(ROWS, 16)).astype(np.float32)
@@ -112,21 +107,18 @@ def test_the_numbers_of_a_16_bit_plan_stay(tmp_path: Path, base: Precision, form
 @pytest.mark.parametrize("form", Float8Form)
 @pytest.mark.parametrize("base", [Precision.FP32, Precision.BF16])
 @pytest.mark.parametrize(("format", "kind"), [(E4M3FN, T.FLOAT8E4M3FNUZ), (INT8, T.INT8)], ids=str)
-def test_nothing_that_migraphx_drops_or_refuses_is_left(
-    tmp_path: Path, format: NumberFormat, kind: int, form: Float8Form, base: Precision
-) -> None:
+def test_nothing_that_migraphx_drops_or_refuses_is_left(tmp_path, format, kind, form, base):
     model = written(planned(tmp_path, base, per_channel=True, format=format), form)
-    constants = {tensor.name: tensor for tensor in model.graph.initializer}
+    tensors = {tensor.name: tensor for tensor in model.graph.initializer}
 
     def readers(tensor: str) -> list[str]:
         return [node.op_type for node in model.graph.node if tensor in node.input]
 
     assert not {"Gemm", "RMSNormalization"} & {node.op_type for node in model.graph.node}
-    assert T.FLOAT8E4M3FN not in {tensor.data_type for tensor in constants.values()}
-    pairs = [node for node in model.graph.node if node.op_type in {"QuantizeLinear", "DequantizeLinear"}]
-    assert len(pairs) == 3 + 3 + 3
-    for node in pairs:
-        scale, zero = (constants[name] for name in node.input[1:])
+    assert T.FLOAT8E4M3FN not in {tensor.data_type for tensor in tensors.values()}
+    assert len(quantizers(model)) == 3 + 3 + 3
+    for node in quantizers(model):
+        scale, zero = (tensors[name] for name in node.input[1:])
         assert (scale.data_type, list(scale.dims), len(scale.raw_data)) == (T.FLOAT, [], 4)
         assert (zero.data_type, list(zero.dims), len(zero.raw_data)) == (kind, [], 1)
         if node.op_type == "DequantizeLinear":
@@ -204,21 +196,30 @@ def test_other_axes_and_statistics_are_refused(attributes: dict[str, int], said:
 
 
 def test_pairs_that_others_wrote_are_brought_into_form() -> None:
-    """Scales of shape (1,), no zero points: MIGraphX would throw, or run the model unquantized."""
+    """Scales of shape (1,), zero points absent or not in ``raw_data``: MIGraphX would throw, run the model
+    unquantized, or read numbers.
+    """
     p = Planned()
     scale = p.constant("s", [0.25])
     q = p.op("QuantizeLinear", ["x", scale], "fc/q", output_dtype=T.FLOAT8E4M3FN)
     left = p.op("DequantizeLinear", [q, scale], "fc/dq")
     stored = p.constant("w", p.normal(8, 4) * 64, storage_type(E4M3FN))
-    right = p.op("DequantizeLinear", [stored, p.constant("ws", [2.0**-7])], "fc/wdq")
+    others = [p.constant("ws", [2.0**-7]), p.constant("wz", [0.0], storage_type(E4M3FN))]
+    right = p.op("DequantizeLinear", [stored, *others], "fc/wdq", axis=0)
     before = p.model(p.op("MatMul", [left, right], "fc"))
+    (zero,) = (tensor for tensor in before.graph.initializer if tensor.name == "wz")
+    zero.ClearField("raw_data")
+    zero.int32_data.append(0)
     model = write_dialect(before, Path("nowhere"), Float8Form.FNUZ)
     onnx.checker.check_model(model, full_check=True)
-    constants = {tensor.name: tensor for tensor in model.graph.initializer}
-    pairs = [node for node in model.graph.node if node.op_type in {"QuantizeLinear", "DequantizeLinear"}]
-    assert [[list(constants[name].dims) for name in node.input[1:]] for node in pairs] == [[[], []]] * 3
+    tensors = {tensor.name: tensor for tensor in model.graph.initializer}
+    assert len(quantizers(model)) == 3
+    for node in quantizers(model):
+        assert not node.attribute
+        for tensor in (tensors[name] for name in node.input[1:]):
+            assert (list(tensor.dims), bool(tensor.raw_data), list(tensor.int32_data)) == ([], True, [])
     x = np.linspace(-100, 100, 16, dtype=np.float32).reshape(2, 8)
-    weight = numpy_helper.to_array(next(t for t in before.graph.initializer if t.name == "w"))
+    weight = constants(before)["w"]
     left = fake_quantize(x, 0.25, E4M3FN).astype(np.float64)
     expected = left @ (weight.astype(np.float64) * 2.0**-7)
     np.testing.assert_allclose(evaluate(model, x=x)[0], expected, rtol=1e-5, atol=1e-4)

@@ -1,7 +1,5 @@
 """TensorRT's compiled graphs as they are read, and the vendor's names that are used."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import json
@@ -10,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vendor_names import attributes
 
 import loka_onnx
 from loka_onnx.core.engine import SitePrecision
@@ -28,23 +27,6 @@ GRAPH = parse_compiled_graph(TEXT)
 def one(name: str, planned: Precision, kind: SiteKind = SiteKind.LINEAR, *graphs: Any) -> SitePrecision:
     site = Site(name, kind, "MatMul", (), f"{name}:0", 64, 256, 1)
     return site_precisions(graphs or [GRAPH], [(site, planned)])[0]
-
-
-def test_it_reads_header_tensors_and_operations() -> None:
-    graph = GRAPH
-    assert graph.architectures == ("sm89",)
-    assert graph.settings["tf32"] == "0"
-    assert graph.tensors["Wq"].constant_bytes == 16384
-    assert graph.type_of("y.1_4") == "fp8_e4m3"
-    assert graph.type_of("absent") == "unknown"
-    assert (graph.type_of("q8^deref"), graph.base_of("q8^deref")) == ("fp8_e4m3", "q8")
-    kinds = "shape_call function fully_connected fully_connected runtime_fusion function fully_connected"
-    assert [o.kind for o in graph.operations] == [*kinds.split(), "function", "fully_connected", "copy"]
-    product = graph.operations[2]
-    assert product.inputs == ("y.1_4", "Wq", "alpha")
-    assert product.outputs == ("k",)
-    assert product.layers == ("fc1", "fc1/dq", "a[0] = {b}")
-    assert graph.operations[1].inputs == ("x.1",)
 
 
 def test_an_engine_holds_several_graphs_among_binary(tmp_path: Path) -> None:
@@ -120,19 +102,6 @@ OWN = {"attach", "keep", "inputs", "read_bytes", "open", "type", "elements", "da
 """Names of our own values under these names."""
 
 
-def attributes(tree: ast.AST) -> set[str]:
-    """Attributes taken of a vendor's value, or of what such an attribute is or returns."""
-    found = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and not node.attr.startswith("_"):
-            root = node.value
-            while isinstance(root, ast.Attribute | ast.Call) and getattr(root, "attr", "") not in VALUES:
-                root = root.func if isinstance(root, ast.Call) else root.value
-            if getattr(root, "id", getattr(root, "attr", "")) in VALUES:
-                found.add(node.attr)
-    return found - OWN
-
-
 def asked_for(tree: ast.AST) -> set[str]:
     """Names that `hasattr` and `getattr` are called with."""
     calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call) and len(node.args) > 1)
@@ -146,7 +115,8 @@ def asked_for(tree: ast.AST) -> set[str]:
 def test_names_are_those_of_the_list_and_only_this_folder_uses_them() -> None:
     trees = [ast.parse(path.read_text(encoding="utf-8")) for path in FILES]
     asked = set().union(*map(asked_for, trees))
-    assert set().union(*map(attributes, trees)) | asked == set(LISTED)
+    used = set().union(*(attributes(tree, VALUES) for tree in trees)) - OWN
+    assert used | asked == set(LISTED)
     assert {name for name, libraries in LISTED.items() if set(libraries) < LIBRARIES} <= asked
     others = set(PACKAGE.rglob("*.py")) - set(FILES)
     assert not [path for path in others if re.search(r"\b_?trt\.|import tensorrt", path.read_text("utf-8"))]

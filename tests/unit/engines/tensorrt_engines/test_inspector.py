@@ -5,8 +5,6 @@ reformatting layers as in #4020, convolutions and their counted weights as in th
 fields as in NVIDIA's page on migrating uses of `IEngineInspector`, and the types as TREx lists them.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -179,50 +177,41 @@ def test_fp8_factors_engage_and_a_fallback_is_told() -> None:
     assert not one(LAYERS, linear("fc1", 128, 32), Precision.FP16).engaged
 
 
-@pytest.mark.parametrize(
-    ("layer", "operands"),
-    [
-        (gemm(tensor(FP8, 8, 64), tensor(FP8, 64, 128)), (FP8, FP8)),
-        (gemm(tensor(FP8, 8, 64), tensor("float", 1), tensor(BF16, 128)), (FP8,)),
-        # A residual as large as the output is added, not multiplied.
-        (gemm(tensor(FP8, 8, 64), tensor(FP8, 64, 128), tensor(BF16, 8, 128)), (FP8, FP8)),
-        (gemm(tensor(FP8, 8, 64), tensor(BF16, 8, 128)), (FP8,)),
-        # Merged with another site of the same input: the weight of both.
-        (gemm(tensor(FP8, 8, 64), constants=(tensor(FP8, 64, 256), tensor("float", 256))), (FP8, FP8)),
-    ],
-)
-def test_which_tensors_are_multiplied(layer: EngineLayer, operands: tuple[str, ...]) -> None:
-    found = one((layer,), linear("fc"))
-    assert (found.engaged, found.operands) == (True, operands), found.evidence
+INT8, WIDE = "int8", tensor("float", 1)
+FACTORS = [
+    (gemm(tensor(FP8, 8, 64), tensor(FP8, 64, 128)), (FP8, FP8)),
+    (gemm(tensor(FP8, 8, 64), WIDE, tensor(BF16, 128)), (FP8,)),
+    # A residual as large as the output is added, not multiplied.
+    (gemm(tensor(FP8, 8, 64), tensor(FP8, 64, 128), tensor(BF16, 8, 128)), (FP8, FP8)),
+    (gemm(tensor(FP8, 8, 64), tensor(BF16, 8, 128)), (FP8,)),
+    # Merged with another site of the same input: the weight of both.
+    (gemm(tensor(FP8, 8, 64), constants=(tensor(FP8, 64, 256), tensor("float", 256))), (FP8, FP8)),
+    # One factor of another type is a fallback.
+    (gemm(tensor(FP8, 8, 64), tensor(BF16, 64, 128)), None),
+    (gemm(tensor(BF16, 8, 64), tensor(FP8, 64, 128)), None),
+    (gemm(tensor(FP8, 8, 64), constants=(tensor(BF16, 64, 128),)), None),
+    (gemm(tensor(FP8, 8, 64), constants=(tensor(INT8, 64, 128),)), None),
+    (gemm(), None),
+    # In INT8.
+    (gemm(tensor(INT8, 8, 64)), (INT8,)),
+    (gemm(tensor(INT8, 8, 64), constants=(tensor(INT8, 64, 128), tensor("float", 128))), (INT8, INT8)),
+    (gemm(tensor(BF16, 8, 64), constants=(tensor(INT8, 64, 128),)), None),
+    (replace(gemm(tensor(INT8, 8, 64), tensor(INT8, 64, 128)), kind="kgen", tactic=""), None),
+    # Of an interaction.
+    (gemm(tensor(FP8, 8, 10, 64), tensor(FP8, 8, 64, 10)), (FP8, FP8)),
+    (gemm(tensor(FP8, 8, 10, 64), tensor(BF16, 8, 64, 10)), None),
+]
 
 
-@pytest.mark.parametrize(
-    "layer",
-    [
-        gemm(tensor(FP8, 8, 64), tensor(BF16, 64, 128)),
-        gemm(tensor(BF16, 8, 64), tensor(FP8, 64, 128)),
-        gemm(tensor(FP8, 8, 64), constants=(tensor(BF16, 64, 128),)),
-        gemm(tensor(FP8, 8, 64), constants=(tensor("int8", 64, 128),)),
-        gemm(tensor("int8", 8, 64)),
-        gemm(),
-    ],
-)
-def test_one_factor_of_another_type_is_a_fallback(layer: EngineLayer) -> None:
-    assert not one((layer,), linear("fc")).engaged
-
-
-def test_int8_counts_where_both_factors_are() -> None:
-    for layer, engaged in (
-        (gemm(tensor("int8", 8, 64), constants=(tensor("int8", 64, 128), tensor("float", 128))), True),
-        (gemm(tensor(BF16, 8, 64), constants=(tensor("int8", 64, 128),)), False),
-        (replace(gemm(tensor("int8", 8, 64), tensor("int8", 64, 128)), kind="kgen", tactic=""), False),
-    ):
-        assert one((layer,), linear("fc"), Precision.INT8).engaged is engaged
-
-
-def test_both_operands_of_an_interaction_count() -> None:
-    assert one((gemm(tensor(FP8, 8, 10, 64), tensor(FP8, 8, 64, 10)),), interaction("fc")).engaged
-    assert not one((gemm(tensor(FP8, 8, 10, 64), tensor(BF16, 8, 64, 10)),), interaction("fc")).engaged
+@pytest.mark.parametrize(("layer", "operands"), FACTORS)
+def test_a_site_is_engaged_where_all_factors_are_of_its_type(layer, operands):
+    has_rows = any(len(each.shape) == 3 for each in layer.inputs)
+    site = interaction("fc") if has_rows else linear("fc")
+    for precision in (Precision.FP8, Precision.INT8):
+        found = one((layer,), site, precision)
+        expected = operands is not None and operands[0][:3] == precision.value[:3]
+        assert found.engaged is expected, found.evidence
+        assert not expected or found.operands == operands
 
 
 def test_library_products_count_and_generated_kernels_hide() -> None:

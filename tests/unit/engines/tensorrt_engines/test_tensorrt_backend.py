@@ -1,7 +1,5 @@
 """TensorRT as a backend, with and without its GPU, and what its builder is asked; no library is needed."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace

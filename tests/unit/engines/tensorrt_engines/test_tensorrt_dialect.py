@@ -1,7 +1,5 @@
 """The dialect of TensorRT: merged products split by heads, zero added to rows of tables; values stay."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
