@@ -33,7 +33,9 @@ def exact_kl(z: float, z_prime: float) -> mpmath.mpf:
 
 
 @given(z=LOGIT, delta=DELTA)
+@example(z=3.0, delta=0.0)
 @example(z=0.0, delta=1e-5)
+@example(z=8.0, delta=1e-9)
 @example(z=39.0, delta=1e-12)
 @example(z=2.0, delta=SERIES_BELOW)
 @example(z=-2.0, delta=1.0)
@@ -44,16 +46,6 @@ def test_kl_keeps_its_relative_precision(z, delta):
         expected = float(exact_kl(z, z_prime))
     got = kl_rows(np.array([z]), np.array([z_prime]))[0]
     assert got == pytest.approx(expected, rel=KL_RELATIVE, abs=1e-60)
-
-
-@pytest.mark.parametrize("delta", [1e-3, 1e-6, 1e-9])
-def test_tiny_changes_are_not_lost_to_cancellation(delta):
-    z = np.linspace(-8, 8, 33)
-    z_prime = z + delta
-    p = 1 / (1 + np.exp(-z))
-    leading = 0.5 * p * (1 - p) * (z_prime - z) ** 2
-    np.testing.assert_allclose(kl_rows(z, z_prime), leading, rtol=delta)
-    assert kl_rows(z, z).tolist() == [0.0] * 33
 
 
 @pytest.mark.parametrize(

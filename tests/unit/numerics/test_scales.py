@@ -161,21 +161,28 @@ def test_the_integral_of_the_error_against_a_fine_sum(format):
         assert float(found[1] - found[0]) == pytest.approx(summed, rel=1e-4)
 
 
-@pytest.mark.parametrize("format", FLOATS)
+@pytest.mark.parametrize("format", [*FLOATS, INT8, UINT8])
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
 def test_predicted_and_measured_error(name, rule, format):
     """Within a factor of 1.05 in the relative error, 1.15 where a few of the values hold most of the energy.
 
-    Seen: 1.03 and 1.12, over 200,000 values.
+    Seen: 1.03 and 1.12 in floats, 1.06 in integers, over 200,000 values.
     """
-    allowed = 0.15 if name in HEAVY else 0.05
+    is_integer = format in (INT8, UINT8)
+    if is_integer and name in ("lognormal", "two scales"):
+        return  # A step of an integer grid is larger than most of these values.
+    allowed = 0.15 if name in HEAVY else 0.06 if is_integer else 0.05
     x = sample(name)
     stats = stats_of(x)
-    scale = scale_of(stats, Recipe.of(format, scale=rule))
-    predicted = float(expected_noise(stats, np.array([scale]), format)[0])
-    measured = measured_noise(x, scale, format)
-    assert (predicted / measured) ** 0.5 == pytest.approx(1.0, abs=allowed)
+    found = activation_scaling(stats, Recipe.of(format, scale=rule))
+    assert found.zero_point == 0 or format is UINT8
+    rounded = fake_quantize(x, found.scale, format, zero_point=found.zero_point).astype(np.float64)
+    predicted = float(expected_noise(stats, np.array([found.scale]), format, found.zero_point)[0])
+    assert (predicted / np.square(rounded - x).sum()) ** 0.5 == pytest.approx(1.0, abs=allowed)
+    if is_integer and rule == "amax":
+        # A rounded zero point may cut half a step off.
+        assert np.abs(rounded - x).max() <= found.scale * (1.0 if format is UINT8 else 0.5) * (1 + 1e-5)
 
 
 values = npst.arrays(
@@ -237,24 +244,6 @@ def test_unknown_rules_are_refused(rule):
     with pytest.raises(ValueError, match=f"no scale rule '{rule}'"):
         Recipe.of(scale=rule)
     assert Recipe.of(scale="percentile-99.9").percentile == 99.9
-
-
-@pytest.mark.parametrize("format", [INT8, UINT8])
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("name", ["normal", "relu", "uniform", "heavy tails"])
-def test_integer_scalings_and_their_predicted_error(name, rule, format):
-    """Within 1.06 in the relative error, more where few values hold most of the energy."""
-    x = sample(name)
-    stats = stats_of(x)
-    scaling = activation_scaling(stats, Recipe.of(format, scale=rule))
-    assert scaling.zero_point == 0 or format is UINT8
-    rounded = fake_quantize(x, scaling.scale, format, zero_point=scaling.zero_point).astype(np.float64)
-    predicted = float(expected_noise(stats, np.array([scaling.scale]), format, scaling.zero_point)[0])
-    allowed = 0.15 if name in HEAVY else 0.06
-    assert (predicted / np.square(rounded - x).sum()) ** 0.5 == pytest.approx(1.0, abs=allowed)
-    if rule == "amax":
-        # A rounded zero point may cut half a step off.
-        assert np.abs(rounded - x).max() <= scaling.scale * (1.0 if format is UINT8 else 0.5) * (1 + 1e-5)
 
 
 def test_a_zero_point_spends_the_whole_range_on_what_is_there():

@@ -36,12 +36,9 @@ BF16 = Known("bf16", plan(), {10: 100.0, 20: 180.0})
 BOTH = Known("both", plan("a", "b"), {10: 70.0, 20: 130.0})
 
 
-def test_the_difference_between_plans_is_added_to_what_was_measured() -> None:
+def test_the_difference_is_added_to_what_was_measured_of_the_plan_that_differs_in_fewest_sites():
     found = predict(plan("a"), (BF16,), "gpu")
     assert (found.start, dict(found.us)) == ("bf16", {10: pytest.approx(70.0), 20: pytest.approx(120.0)})
-
-
-def test_it_starts_from_the_plan_that_differs_in_fewest_sites():
     found = predict(plan("a", "b", "c"), (BF16, BOTH), "gpu")
     assert (found.start, found.us[10]) == ("both", pytest.approx(50.0))
     nearer = predict(plan("c"), (BF16, BOTH), "gpu")
@@ -75,7 +72,6 @@ def test_nothing_is_predicted_across_a_kernel_that_one_plan_breaks_up() -> None:
 
 # The front against its definition, tried on every pair
 
-
 # Few values, so that ties in one and in both come up.
 VALUES = st.sampled_from([0.5, 1.0, 1.5, 2.0, inf])
 
@@ -93,13 +89,5 @@ def test_it_is_what_no_other_point_dominates(places: list[tuple[float, float]]) 
     assert {p.name for p in found} == by_definition
     assert [p.time for p in found] == sorted(p.time for p in found)
     assert all(a.loss >= b.loss for a, b in pairwise(found))
-
-
-def test_equal_points_are_both_on_it() -> None:
-    a, b = Point("a", 1.0, 1.0), Point("b", 1.0, 1.0)
-    assert front([a, b]) == (a, b)
-
-
-def test_what_is_no_number_is_refused() -> None:
     with pytest.raises(InternalError):
-        front([Point("a", nan, 1.0)])
+        front([*points, Point("a", nan, 1.0)])

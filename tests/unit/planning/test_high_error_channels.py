@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-from planned_models import CTR, kl_of, profile_of, write_model
+from planned_models import CTR, kl_of, profile_of
 
 from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.profile import Profile
@@ -26,28 +25,24 @@ def left_of(model: ModelArtifact, profile: Profile, *keep: str) -> dict[str, flo
     return errors_to_leave(model, profile, (CTR,), (PER_CHANNEL_WEIGHT,), PlanOptions(keep=keep), ROWS)
 
 
-def test_sites_that_do_not_fit_share_a_part_of_what_the_others_leave(tmp_path: Path) -> None:
-    model = write_model(tmp_path)
+def test_sites_that_do_not_fit_share_a_part_of_what_the_others_leave(model: ModelArtifact) -> None:
     kl = {"fc0": kl_of(5 * ALLOWED), "fc1": kl_of(0.2 * ALLOWED), "fc2": kl_of(20 * ALLOWED)}
     left = left_of(model, profile_of(model, kl))
     assert left == pytest.approx({"fc0": 0.8 / 2 / 5, "fc2": 0.8 / 2 / 20})
 
 
-def test_where_little_is_left_a_part_of_all_is_shared(tmp_path: Path) -> None:
-    model = write_model(tmp_path)
+def test_where_little_is_left_a_part_of_all_is_shared(model: ModelArtifact) -> None:
     kl = {"fc0": kl_of(5 * ALLOWED), "fc1": kl_of(SAFE)}
     room = max(LEAST, 1.0 - SAFE / ALLOWED)
     assert left_of(model, profile_of(model, kl)) == pytest.approx({"fc0": room / 5})
 
 
-def test_a_site_that_would_only_just_pass_is_cut_down(tmp_path: Path) -> None:
-    model = write_model(tmp_path)
+def test_a_site_that_would_only_just_pass_is_cut_down(model: ModelArtifact) -> None:
     profile = profile_of(model, {"fc0": kl_of(SAFE), "fc1": kl_of(0.98 * ALLOWED - SAFE)})
     assert list(left_of(model, profile).values()) == [MOST]
 
 
-def test_fitting_kept_and_thin_sites_are_left_out(tmp_path: Path) -> None:
-    model = write_model(tmp_path)
+def test_fitting_kept_and_thin_sites_are_left_out(model: ModelArtifact) -> None:
     harm = kl_of(5 * ALLOWED)
     profile = profile_of(model, {"fc0": harm, "thin": harm, "dot": harm})
     assert set(left_of(model, profile)) == {"fc0"}

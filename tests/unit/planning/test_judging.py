@@ -6,7 +6,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import sqrt
-from statistics import NormalDist
 
 import numpy as np
 import pytest
@@ -29,7 +28,6 @@ from planned_models import (
 )
 from scipy import stats
 
-from loka_onnx.core.artifact import OutputKind, OutputSpec
 from loka_onnx.core.exact_sum import ExactSum
 from loka_onnx.core.intervals import RatioMoments
 from loka_onnx.core.plan import Verdict
@@ -170,10 +168,6 @@ def models(draw: st.DrawFn) -> tuple[list[Site], Profile]:
     return sites, bare_profile(kl, groups)
 
 
-def plain_upper(profile: Profile, site: str, output: str) -> float:
-    return profile.site(site).sensitivity("r", output).kl.upper
-
-
 @given(models(), st.floats(1e-6, 1e-2), st.floats(1e-6, 1e-2))
 def test_the_chosen_set_is_inside_every_budget(drawn, first, second):
     """By uncorrected 95 % bounds, inside of which the corrected ones never are."""
@@ -182,7 +176,7 @@ def test_the_chosen_set_is_inside_every_budget(drawn, first, second):
     chosen = safe(sites, profile, outputs)
     together = {name for found in profile.groups for name in found.sites if set(found.sites) <= chosen}
     for spec in outputs:
-        spent = sum(plain_upper(profile, name, spec.name) for name in chosen - together)
+        spent = sum(profile.site(s).sensitivity("r", spec.name).kl.upper for s in chosen - together)
         if together:
             spent += profile.groups[0].sensitivity(spec.name).kl.upper
         assert spent <= spec.budget * (1 - LABELLED_ALLOWANCE) * (1 + 1e-12)
@@ -233,15 +227,13 @@ def test_a_site_of_whose_kl_nothing_is_known_is_undecided(growth: float | None) 
     profile = replace(
         bare_profile(exactly({"b": 1.0})), sites=(*strange, *bare_profile(exactly({"b": 1.0})).sites)
     )
+    # A budget of zero accepts only what changes nothing.
+    nothing = replace(CTR, budget=0.0)
+    exact = bare_profile({"a": {"ctr": kl_of(0.0)}, "b": {"ctr": kl_of(1e-12)}})
+    assert safe(TRIPLE[:2], exact, (nothing,)) == {"a"}
     # A comparison with NaN is false, so the order of the sites could matter.
     assert safe(TRIPLE[:2], profile) == safe(TRIPLE[1::-1], profile) == {"b"}
     assert judged(TRIPLE[:2], profile)["a"].verdict is Verdict.UNDECIDED
-
-
-def test_a_budget_of_zero_accepts_only_what_changes_nothing() -> None:
-    nothing = OutputSpec("ctr", OutputKind.LOGIT, "clicked", budget=0.0)
-    profile = bare_profile({"a": {"ctr": kl_of(0.0)}, "b": {"ctr": kl_of(1e-12)}})
-    assert safe(TRIPLE[:2], profile, (nothing,)) == {"a"}
 
 
 def test_norms_share_equally_what_they_have_of_their_own() -> None:
@@ -284,56 +276,12 @@ def test_the_claims_that_are_shown_are_those_of_the_textbook(p_values, alpha):
     assert all(p_values[name] <= risk <= alpha for name, risk in found.shown.items())
 
 
-@pytest.mark.parametrize("truth", [(1.0, 1.0, 1.0, 1.0), (1.05, 0.2, 1.3, 0.2), (1.02, 0.1, 0.1, 0.1)])
-def test_all_bounds_hold_at_once(truth: tuple[float, ...]) -> None:
-    """Estimates with a normal error of .2 around θ, limits at 1: in no more than α of 20,000 experiments is
-    any θ above the bound that is left for it."""
-    theta, error, alpha, repeats = np.array(truth), 0.2, 0.1, 20_000
-    draws = np.random.default_rng(7).normal(theta, error, size=(repeats, len(truth)))
-    names, missed, gained, quantile = range(len(truth)), 0, 0, NormalDist().inv_cdf
-    for estimates in draws:
-
-        def upper(name: int, risk: float, estimates: np.ndarray = estimates) -> float:
-            return float(estimates[name] + error * quantile(1.0 - risk))
-
-        found = step_down(names, alpha, lambda name, risk: upper(name, risk) <= 1.0)
-        bounds = [1.0 if name in found.shown else upper(name, found.risk) for name in names]
-        missed += bool((theta > bounds).any())
-        gained += found.risk > alpha / len(truth)
-    assert missed / repeats <= alpha + 3.0 * (alpha * (1 - alpha) / repeats) ** 0.5
-    # Otherwise the step-down would have handed on nothing, and Bonferroni's bounds would pass as well.
-    if min(truth) < 0.5:
-        assert gained > repeats / 2
-
-
 # How often a site is called safe that is not: simulated, at the risk that is promised
 
 
 REPEATS = 3000
 AT_MOST = 0.025 + 3.0 * sqrt(0.025 * 0.975 / REPEATS)
 """The rate that is promised, and three standard errors of an experiment."""
-
-
-def seen_of(truth, error, random):
-    """Normal estimates of the truth."""
-    return {name: (value + error * random.normal(), error) for name, value in truth.items()}
-
-
-@pytest.mark.slow
-def test_hardly_ever_is_any_of_many_safe_that_is_not() -> None:
-    """Six norms just beyond their limits and two far inside."""
-    limit, error, random = NORM_ALLOWANCE / 8, 0.001, np.random.default_rng(5)
-    truth = {f"n{i}": 1.001 * limit for i in range(6)} | {"ok1": 0.1 * limit, "ok2": 0.2 * limit}
-    sites = [norm(name) for name in truth]
-    wrong = uncorrected = 0
-    for _ in range(REPEATS):
-        seen = seen_of(truth, error, random)
-        found = safe(sites, bare_profile(moments_of(seen)))
-        assert {"ok1", "ok2"} <= found
-        wrong += bool(found - {"ok1", "ok2"})
-        uncorrected += any(seen[f"n{i}"][0] + 1.96 * error <= limit for i in range(6))
-    assert 0.005 < wrong / REPEATS <= AT_MOST
-    assert uncorrected / REPEATS > 0.1  # the experiment can tell
 
 
 @pytest.mark.slow
@@ -356,7 +304,8 @@ def test_hardly_ever_does_what_is_safe_cost_more_than_is_allowed(truth, tensor):
     for _ in range(REPEATS):
         together = sum(sqrt(truth[name]) for name in tensor) ** 2 + error * random.normal()
         groups = [group("x", tensor, {"ctr": kl_of(together * ALLOWED, error * ALLOWED)})] if tensor else []
-        found = judged(sites, bare_profile(moments_of(seen_of(truth, error, random)), groups))
+        seen = {name: (value + error * random.normal(), error) for name, value in truth.items()}
+        found = judged(sites, bare_profile(moments_of(seen), groups))
         chosen = [name for name in truth if found[name].verdict is Verdict.SAFE]
         shared = sum(sqrt(truth[name]) for name in chosen if name in tensor) ** 2
         cost = shared + sum(truth[name] for name in chosen if name not in tensor)
