@@ -21,7 +21,6 @@ from loka_onnx.numerics.rounding import fake_quantize
 from loka_onnx.numerics.scale_choice import activation_scaling
 from loka_onnx.numerics.scales import weight_scales
 from loka_onnx.pipeline.plans import recipes_of
-from loka_onnx.planning.policy import make_plans
 
 SITES = ("left", "right", "norm", "deep", "head")
 
@@ -147,23 +146,6 @@ def test_every_rule_is_measured_under_its_own_scale(format, tmp_path):
         assert error.noise.value == pytest.approx(float(np.square(low - exact).sum()), rel=1e-5)
     best = min(entry.errors, key=lambda error: error.relative_error)
     assert entry.sensitivities[0].recipe == best.recipe
-
-
-@pytest.mark.slow
-def test_the_plan_quantizes_with_the_scale_of_the_rule_that_won(tmp_path):
-    """E4M3 has so little range that 3,000 times the rest pushes the rest under its normal numbers."""
-    artifact = artifact_of(tmp_path, TWO_SITES)
-    data = data_of(tmp_path, rows_with_outliers())
-    decided = {}
-    for rule in ScaleRule:
-        recipes = recipes_of(E4M3FN, rule)
-        profile = calibrate(artifact, (LOGIT,), data, tmp_path, ProbeOptions(recipes=recipes, threads=1))
-        decided[rule] = make_plans(artifact, profile, (LOGIT,), recipes).plan("fp8-all").decision("fc1")
-        stats = profile.site("fc1").operands["x"]
-        assert decided[rule].recipe is not None
-        assert decided[rule].activation_scale == activation_scaling(stats, decided[rule].recipe).scale
-    assert decided[ScaleRule.PERCENTILE].activation_scale < decided[ScaleRule.AMAX].activation_scale / 100
-    assert decided[ScaleRule.BEST].recipe.scale in {"amax", "mse"}
 
 
 SIZE = 128

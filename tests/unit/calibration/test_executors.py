@@ -43,6 +43,11 @@ def test_spans_are_whole_batches_that_cover_every_row_once(rows, size, seed):
     drawn = spans_in_random_order(rows, size, seed)
     assert sorted(drawn, key=lambda s: s.start) == spans
     assert drawn == spans_in_random_order(rows, size, seed)
+    apart = scattered(rows, size, seed) if rows else []
+    ends = sorted((span.start, span.stop) for span in apart)
+    assert [start for start, _ in ends] == [0, *(stop for _, stop in ends[:-1])][: len(ends)]
+    assert all(start % size == 0 and (stop % size == 0 or stop == rows) for start, stop in ends)
+    assert not rows or (apart == scattered(rows, size, seed) and rows_of(apart) == rows)
 
 
 @dataclass(frozen=True)
@@ -97,20 +102,6 @@ def test_ray_is_optional_and_refused_at_once_where_nothing_listens(monkeypatch):
 
 
 # In which order rows are taken
-
-
-def rows_in(spans: list[Span]) -> np.ndarray:
-    return np.concatenate([np.arange(span.start, span.stop) for span in spans])
-
-
-@pytest.mark.parametrize(
-    ("rows", "batch"), [(100_000, 512), (50_001, 512), (70_000, 2048), (300, 512), (1, 4)]
-)
-def test_every_row_comes_once_and_no_batch_is_cut(rows, batch):
-    spans = scattered(rows, batch, seed=3)
-    np.testing.assert_array_equal(np.sort(rows_in(spans)), np.arange(rows))
-    assert all(span.start % batch == 0 and (span.stop % batch == 0 or span.stop == rows) for span in spans)
-    assert spans == scattered(rows, batch, seed=3)
 
 
 def test_the_first_rows_come_from_everywhere():

@@ -10,24 +10,17 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from zoo_runs import BATCH, EACH_MODEL, FAST_MODEL, ROWS, ZooRun, capture_from, zoo_run
+from zoo_runs import BATCH, EACH_MODEL, FAST_MODEL, ROWS, ZooRun, capture, capture_from, zoo_run
 
-from loka_onnx.calibration.observers.sampling import sampling_stride
+from loka_onnx.calibration.observers.sampling import SAMPLED_ROWS, sampling_stride
 from loka_onnx.calibration.observers.site_observers import observe_errors, observe_ranges
 from loka_onnx.calibration.passes.executors import BatchResult, LocalExecutor, ReductionWork
 from loka_onnx.calibration.passes.probe import PassOptions, Probe, scales_of
 from loka_onnx.calibration.passes.totals import ErrorTotals, RangeTotals, RangeWork
 from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR
-from loka_onnx.core.site import Site
+from loka_onnx.core.site import Site, SiteKind
 from loka_onnx.core.statistics import ErrorStats, RangeStats
 from loka_onnx.graph.layout import layout_root
-
-pytest.importorskip("torch", reason="needs torch")
-import pytest
-from zoo_runs import capture
-
-from loka_onnx.calibration.observers.sampling import SAMPLED_ROWS
-from loka_onnx.core.site import SiteKind
 from loka_onnx.numerics.histograms import count_magnitudes
 
 pytest.importorskip("torch", reason="needs torch")
@@ -141,16 +134,14 @@ def _statistics(wide: np.ndarray, sampled: np.ndarray) -> dict[str, float]:
     }
 
 
-def test_without_a_full_batch_nothing_is_said_of_their_spread(tmp_path):
+def test_the_stride_bounds_the_sample_and_without_a_full_batch_no_spread_is_told(tmp_path):
     run = zoo_run(FAST_MODEL)
     options = PassOptions(batch_size=ROWS + 1)
     found = Probe(run.artifact, run.artifact.sites, run.data, options, LocalExecutor(1)).ranges(tmp_path)
     assert {(s.spread.batches, s.spread.rows, len(s.spread.statistics)) for s in found.values()} == {
         (0, 0, 0)
     }
-
-
-def test_the_stride_is_a_prime_that_bounds_the_sample():
+    # The stride is a prime.
     assert [sampling_stride(size) for size in (1, 64)] == [1, 1]
     for size in (65, 512, 832, 1024, 4096, 100_000):
         stride = sampling_stride(size)

@@ -80,6 +80,7 @@ def test_rows_are_added_to_every_format(measure, tmp_path):
     added = update(first, subject, dataset_of(tmp_path / "data-2", columns_of(600, 2)), tmp_path, OPTIONS)
     assert measured_recipes(added) == measured_recipes(first)
     assert added.rows == first.rows + second.rows
+    assert added.scales == first.scales and "uint8/mse/zero_point" in added.scales
     for precision in first.precisions:
         # Scales of the second are its own.
         again = measure(seed=2, scales=first.scales, planned=measured_recipes(first))
@@ -93,6 +94,9 @@ def test_plans_of_each_format_rest_on_what_was_measured_in_it(measure, tmp_path)
     asked = PlanOptions(plans=wanted)
     plans = make_plans(artifact, both, (LOGIT,), BOTH, asked)
     assert plans.quantized == "FP8 or INT8"
+    # A site is open while it is in any format.
+    alone = [open_verdicts(artifact, both.of(p), (LOGIT,)) for p in both.precisions]
+    assert {*open_verdicts(artifact, both, (LOGIT,))} == {*alone[0], *alone[1]}
     for recipes, word in ((FLOAT, "fp8"), (INTEGER, "int8")):
         ids = tuple(f"{word}-{which}" for which in ("all", "safe"))
         alone = make_plans(artifact, measure(recipes), (LOGIT,), recipes, replace(asked, plans=ids))
@@ -119,12 +123,6 @@ def test_a_reason_says_which_format_has_the_site_and_by_how_much(measure, tmp_pa
     assert f"{100 * kl[Precision.INT8]:.3g} %" in lost.reason.rpartition("int8-safe")[2]
     assert f"{100 * kl[Precision.FP8]:.3g} %" in lost.reason.rpartition("int8-safe")[2]
     assert "fp8-safe" not in plans.plan("int8-safe").decision("right").reason
-
-
-def test_a_site_is_open_while_it_is_in_any_format(measure, tmp_path):
-    both, artifact = measure(), artifact_of(tmp_path)
-    alone = [open_verdicts(artifact, both.of(p), (LOGIT,)) for p in both.precisions]
-    assert {*open_verdicts(artifact, both, (LOGIT,))} == {*alone[0], *alone[1]}
 
 
 PRODUCTS = {"left": "w_left", "right": "w_right", "deep": "w_deep", "head": "w_head"}
@@ -206,20 +204,6 @@ def test_from_rows_to_the_planned_graph(format: NumberFormat, tmp_path: Path) ->
     assert of_left.underflowed == ((code == left.activation_zero_point) & (x != 0)).sum()
 
 
-def test_further_rows_keep_scales_and_zero_points(tmp_path: Path) -> None:
-    artifact, recipes = artifact_of(tmp_path), (Recipe.of(UINT8),)
-    options = ProbeOptions(recipes, threads=1, draws=1, batch_size=128)
-    first = dataset_of(tmp_path / "first", columns_of(256))
-    wider = columns_of(256, seed=2)
-    profile = calibrate(artifact, (LOGIT,), first, tmp_path, options)
-    second = dataset_of(tmp_path / "second", wider | {"x": wider["x"] * 2 - 1})
-    more = update(profile, ProfiledModel(artifact, (LOGIT,)), second, tmp_path, replace(options))
-    assert more.scales == profile.scales
-    assert more.scales.keys() == {"uint8/amax", "uint8/amax/zero_point"}
-    assert more.site("left").operands["x"].minimum < profile.site("left").operands["x"].minimum
-    assert more.site("left").error(recipes[0].id).saturated > 0
-
-
 def test_formats_compete_at_each_site(tmp_path: Path) -> None:
     """Normal values: an integer grid is finer there than that of E4M3."""
     artifact = artifact_of(tmp_path)
@@ -232,27 +216,3 @@ def test_formats_compete_at_each_site(tmp_path: Path) -> None:
         errors = {error.recipe: error.relative_error for error in profile.site(name).errors}
         assert len(errors) == 3
         assert plan.decision(name).recipe.id == min(errors, key=errors.__getitem__)
-
-
-def test_products_without_an_integer_kernel_stay_out_even_where_forced(tmp_path: Path) -> None:
-    body = """
-        u = Unsqueeze(x, one)
-        [batched] m = MatMul(u, w_batched)
-        t = Transpose<perm=[0,2,1]>(m)
-        [turned] n = MatMul(w_left, t)
-        f = Flatten(n)
-        [plain] g = MatMul(f, w_deep)
-        [head] y = MatMul(g, w_head)
-    """
-    w_batched = np.random.default_rng(0).standard_normal((1, 16, 16)) / 4
-    artifact = artifact_of(tmp_path, body, w_batched=w_batched, one=np.array([1]))
-    recipes = tuple(Recipe.of(UINT8, weight, MSE) for weight in Granularity)
-    data = dataset_of(tmp_path / "data", columns_of(256))
-    profile = calibrate(artifact, (LOGIT,), data, tmp_path, ProbeOptions(recipes, threads=1, draws=1))
-    asked = PlanOptions(plans=("int8-all", "int8-safe"), base=Precision.FP32, force=("batched", "turned"))
-    for plan in make_plans(artifact, profile, (LOGIT,), recipes, asked).plans:
-        assert plan.decision("batched").reason.startswith("its weight has 3 axes")
-        assert plan.decision("turned").reason.startswith("its weight is the left factor")
-        assert not {"batched", "turned"} & {*plan.quantized_sites}
-    safe = make_plans(artifact, profile, (LOGIT,), recipes, asked).plan("int8-safe")
-    assert "INT8 kernels want both to be at least 16" in safe.decision("head").reason

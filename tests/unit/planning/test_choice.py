@@ -115,12 +115,9 @@ def test_engines_that_ran_here(case: str) -> None:
     assert reasons(target).items() >= others.items()
 
 
-def test_the_faster_of_two_fp32_engines_is_the_fallback() -> None:
+def test_the_faster_fp32_engine_is_the_fallback_and_a_target_without_any_is_an_error():
     slow, fast = Candidate("fp32", 400, (UNDECIDED,)), Candidate("fp32", 300, (UNDECIDED,), backend="ort")
     assert only(slow, fast, Candidate("bf16", 1, (BEYOND,))).engine == fast.engine().id
-
-
-def test_a_target_without_any_engine_is_an_error() -> None:
     failed = Candidate("fp32", None, (), BuildStatus.FAILED, detail="no memory")
     with pytest.raises(PlanningError) as caught:
         chosen(failed, Candidate("bf16", None, (), BuildStatus.DECLINED, detail="no BF16 products"))
@@ -188,8 +185,5 @@ def test_one_choice_for_each_piece_of_hardware(engines: str, groups: list[str]) 
     names = (name.split(":") for name in engines.split())
     found = group_by_hardware([Candidate("fp32", backend=b, architecture=a).engine() for b, a in names])
     assert [" ".join(f"{e.backend}:{e.architecture}" for e in group) for group in found] == groups
-
-
-def test_targets_do_not_compete_with_one_another() -> None:
     choice = chosen(FP32, Candidate("fp32", 1, target="cpu"), BF16)
     assert [(t.target, t.plan) for t in choice.targets] == [("gpu", "bf16"), ("cpu", "fp32")]

@@ -140,16 +140,18 @@ def test_after_the_most_loads_the_median_over_loads_gives_a_size_its_engine(marg
     assert len(by_size(noisy, margin=margin).routes) == routes
 
 
-def in_jobs(evaluations: dict[Candidate, Evaluation]) -> dict[Candidate, Evaluation]:
-    """The same, each timed in a build job of its own."""
-    return {
-        candidate: replace(each, latencies=tuple(replace(x, job=each.engine) for x in each.latencies))
-        for candidate, each in evaluations.items()
-    }
+@pytest.mark.parametrize("where", ["job", "device"])
+def test_engines_that_were_timed_elsewhere_are_compared_by_their_medians_and_it_is_told(where):
+    """Their parts are as many, and no pairs. Noise is not known, nor worth an engine."""
 
+    def in_jobs(evaluations: dict[Candidate, Evaluation]) -> dict[Candidate, Evaluation]:
+        return {
+            candidate: replace(
+                each, latencies=tuple(replace(x, **{where: each.engine}) for x in each.latencies)
+            )
+            for candidate, each in evaluations.items()
+        }
 
-def test_engines_that_were_timed_elsewhere_are_compared_by_their_medians_and_it_is_told() -> None:
-    """Each in a job: their parts are as many, and no pairs. Noise is not known, nor worth an engine."""
     target = by_size(in_jobs(both(1.0, bf16={"b8": 100}, fp8={"b8": 98.5})))
     assert target.plan == "fp8-safe"
     (loser,) = target.losers

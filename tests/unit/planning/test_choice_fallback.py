@@ -178,15 +178,12 @@ def test_attempts(certified: list[str], chosen_plan: str, missed: int, due: list
     assert {why[engine] for engine in target.missed} <= {Why.NOT_CERTIFIED}
 
 
-def test_a_lower_rung_that_selection_does_not_take_is_no_attempt() -> None:
+def test_a_lower_rung_that_selection_does_not_take_is_no_attempt_and_it_never_competes() -> None:
     beyond = replace(ATTEMPTS[1], accuracy=(BEYOND,))
     target, due = judged([ATTEMPTS[0], beyond], [UNDECIDED, UNDECIDED], [FP32, BF16])
     assert (target.plan, target.missed) == ("fp32", (ATTEMPTS[0].engine().id,))
     assert due == [SECOND.id]
-
-
-def test_a_lower_rung_never_competes_with_what_it_stands_in_for() -> None:
-    """It may be faster by luck: it was not among those that selection chose from."""
+    # It may be faster by luck: it was not among those that selection chose from.
     fast = replace(ATTEMPTS[1], us=50.0)
     target, _ = judged([ATTEMPTS[0], fast], [WITHIN, WITHIN], [FP32, BF16])
     assert target.plan == "fp8-safe"

@@ -90,6 +90,10 @@ def test_every_output_must_pass() -> None:
     alone = [chance_to_pass(judged(each), 0.96) for each in (one, other)]
     assert chance_to_pass(judged(one, other), 0.96) == pytest.approx(sum(alone) - 1.0)
     assert min(alone) > 0.5
+    # An interval that is not known gives no chance.
+    assert chance_to_pass(judged((0.0, 0.0, float("inf"))), 0.96) == 0.0
+    assert not fits(judged((0.0, 0.0, float("inf"))), FIRST)
+    assert fits(judged((0.0, 0.0, 0.0)), FIRST)
 
 
 def test_a_gain_that_noise_explains_is_no_room() -> None:
@@ -101,12 +105,6 @@ def test_a_gain_that_noise_explains_is_no_room() -> None:
     spread = sqrt(2) * 5e-5
     room = BUDGET - (1e-4 - 2e-4 * 15 / 16) - float(ndtri(0.98)) * 5e-5
     assert chance_to_pass(large, 0.96) == pytest.approx(float(ndtr(room / spread)), rel=1e-6)
-
-
-def test_an_interval_that_is_not_known_gives_no_chance() -> None:
-    assert chance_to_pass(judged((0.0, 0.0, float("inf"))), 0.96) == 0.0
-    assert not fits(judged((0.0, 0.0, float("inf"))), FIRST)
-    assert fits(judged((0.0, 0.0, 0.0)), FIRST)
 
 
 def test_the_error_is_divided_and_later_attempts_are_surer() -> None:
@@ -132,9 +130,7 @@ def test_groups_widen_the_interval_as_much_as_they_are_alike(alike: float) -> No
     plain = 1.0 / sqrt(before.sum())
     found = design_spread(plain, error(before), before.tolist(), after.tolist())
     assert found == pytest.approx(error(after) / error(before), rel=0.05)
-
-
-def test_without_groups_rows_count() -> None:
+    # Without groups rows count.
     assert design_spread(1e-5, 1e-5, [1] * 400, [1] * 1600) == pytest.approx(0.5)
 
 

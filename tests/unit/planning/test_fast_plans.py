@@ -65,13 +65,18 @@ ALL_FAST: Mapping[str, Us] = {"fc0": (10.0, 5.0, 1.0), "fc1": (8.0, 4.0, 1.0), "
 ONE_FAST: Mapping[str, Us] = {"fc0": (10.0, 5.0, 1.0), "fc1": (8.0, 9.0, 1.0), "fc2": (6.0, 5.5, 1.0)}
 
 
-def test_sites_that_save_time_run_in_fp8(model: ModelArtifact) -> None:
+def test_sites_that_save_time_run_in_fp8_and_what_a_norm_quantizes_costs_nothing(model):
     plan = plan_of(model, ONE_FAST)
     assert plan.fp8_sites == ("fc0",)
     assert (plan.device, plan.base) == (DEVICE, Precision.BF16)
     decision = plan.decision("fc0")
     assert (decision.verdict, decision.recipe) == (Verdict.SAFE, PER_CHANNEL_WEIGHT)
     assert "takes 10 µs in bf16 and 5 in fp8 at batch 100, quantizing takes 1 µs" in decision.reason
+    us: Mapping[str, Us] = {"fc0": (3.0, 9.0, 1.0), "fc1": (8.0, 7.5, 4.0), "fc2": (6.0, 5.5, 1.0)}
+    assert plans_of(model, (timings(us),)).plans == ()
+    found = plans_of(model, (timings(us, FUSING),)).plan("fp8-fast")
+    assert found.fp8_sites == ("fc1",)
+    assert "quantizing is part of 'ln'" in found.decision("fc1").reason
 
 
 def test_what_an_engine_maker_fuses_stays_and_breaking_it_up_has_no_expected_time(model):
@@ -92,14 +97,6 @@ def test_what_an_engine_maker_fuses_stays_and_breaking_it_up_has_no_expected_tim
     assert (speed.verdict, speed.saved_us) == (SpeedVerdict.UNKNOWN, {})
 
 
-def test_what_a_norm_quantizes_costs_nothing(model: ModelArtifact) -> None:
-    us: Mapping[str, Us] = {"fc0": (3.0, 9.0, 1.0), "fc1": (8.0, 7.5, 4.0), "fc2": (6.0, 5.5, 1.0)}
-    assert plans_of(model, (timings(us),)).plans == ()
-    found = plans_of(model, (timings(us, FUSING),)).plan("fp8-fast")
-    assert found.fp8_sites == ("fc1",)
-    assert "quantizing is part of 'ln'" in found.decision("fc1").reason
-
-
 def test_the_budget_is_spent_on_what_saves_most(model: ModelArtifact) -> None:
     kl = {"fc0": kl_of(0.6 * ALLOWED), "fc1": kl_of(0.5 * ALLOWED), "fc2": kl_of(0.4 * ALLOWED)}
     plan = plan_of(model, ALL_FAST, kl)
@@ -110,16 +107,13 @@ def test_the_budget_is_spent_on_what_saves_most(model: ModelArtifact) -> None:
     )
 
 
-def test_without_kernel_times_there_is_no_plan_and_the_reader_is_told(model: ModelArtifact) -> None:
+def test_without_kernel_times_or_a_gain_there_is_no_plan_and_the_reader_is_told(model):
     unknown = DeviceTimings("amd-mi300x", "migraphx", (), (BATCH,))
     found = plans_of(model, (unknown,), plans=("bf16", "fp8-fast"))
     assert [plan.id for plan in found.plans] == ["bf16"]
     (note,) = found.notes
     assert "no kernel timings for device amd-mi300x" in note and found.speeds == ()
     assert "no device was named" in plans_of(model, ()).notes[0]
-
-
-def test_a_plan_that_saves_nothing_is_left_out(model: ModelArtifact) -> None:
     slow = plans_of(model, (timings({"fc0": (5.0, 6.0, 1.0), "fc1": (5.0, 4.5, 1.0)}),))
     assert slow.plans == ()
     assert "no set of sites inside of the budget saves time on nvidia-h100" in slow.notes[0]
@@ -242,13 +236,10 @@ def test_readers_of_one_tensor_share_its_cast(shared: GraphModel) -> None:
     # 40 rows of e for 10 examples: the product saves 2 µs, the cast takes 3, and nobody shares it.
     assert speeds.speed("fc").verdict is SpeedVerdict.SLOW
     assert speeds.speed("fc").saved_us == {"10": 2.0}
-
-
-def test_an_activation_that_quantizes_makes_it_free(shared: GraphModel) -> None:
+    # An activation that quantizes makes it free.
     speeds = speeds_of(shared, FUSING)
-    assert speeds.sources["fa"].fused_into == "inner/h"
+    assert (speeds.sources["fa"].fused_into, speeds.sources["fc"].fused_into) == ("inner/h", "")
     assert speeds.quantize_per_row("fa") == 0.0
-    assert speeds.sources["fc"].fused_into == ""
 
 
 def test_a_product_in_fp8_quantizes_for_the_next_one(tmp_path: Path) -> None:

@@ -25,19 +25,15 @@ def left_of(model: ModelArtifact, profile: Profile, *keep: str) -> dict[str, flo
     return errors_to_leave(model, profile, (CTR,), (PER_CHANNEL_WEIGHT,), PlanOptions(keep=keep), ROWS)
 
 
-def test_sites_that_do_not_fit_share_a_part_of_what_the_others_leave(model: ModelArtifact) -> None:
+def test_sites_that_do_not_fit_share_a_part_of_what_the_others_leave(model):
     kl = {"fc0": kl_of(5 * ALLOWED), "fc1": kl_of(0.2 * ALLOWED), "fc2": kl_of(20 * ALLOWED)}
     left = left_of(model, profile_of(model, kl))
     assert left == pytest.approx({"fc0": 0.8 / 2 / 5, "fc2": 0.8 / 2 / 20})
-
-
-def test_where_little_is_left_a_part_of_all_is_shared(model: ModelArtifact) -> None:
+    # Where little is left, a part of all is shared.
     kl = {"fc0": kl_of(5 * ALLOWED), "fc1": kl_of(SAFE)}
     room = max(LEAST, 1.0 - SAFE / ALLOWED)
     assert left_of(model, profile_of(model, kl)) == pytest.approx({"fc0": room / 5})
-
-
-def test_a_site_that_would_only_just_pass_is_cut_down(model: ModelArtifact) -> None:
+    # A site that would only just pass is cut down.
     profile = profile_of(model, {"fc0": kl_of(SAFE), "fc1": kl_of(0.98 * ALLOWED - SAFE)})
     assert list(left_of(model, profile).values()) == [MOST]
 

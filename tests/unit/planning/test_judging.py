@@ -95,14 +95,11 @@ def test_products_are_inside_their_share_by_holm_or_fit_into_what_is_left_by_bon
     assert safe(sites, bare_profile(moments_of(estimated))) == expected
 
 
-def test_a_unit_is_safe_where_every_output_is_inside_without_a_further_correction() -> None:
+def test_every_output_must_be_inside_and_a_site_costs_most_on_the_output_where_it_costs_most():
     bound = 1 - 2.3 * 0.01  # inside at 97.5 %, outside at 98.75 %
     moments = {"a": {name: kl_of(bound * ALLOWED, 0.01 * ALLOWED) for name in ("ctr", "cvr")}}
     assert safe([linear("a")], bare_profile(moments), (CTR, CVR)) == {"a"}
-
-
-def test_what_a_site_costs_is_counted_on_the_output_where_that_is_most() -> None:
-    """For ctr alone or for cvr alone both would fit."""
+    # For ctr alone or for cvr alone both would fit.
     moments = {
         "a": {"ctr": kl_of(0.6 * ALLOWED), "cvr": kl_of(0.1 * ALLOWED)},
         "b": {"ctr": kl_of(0.1 * ALLOWED), "cvr": kl_of(0.7 * ALLOWED)},

@@ -130,12 +130,17 @@ def test_what_the_user_forced_stays(model: ModelArtifact) -> None:
     assert rungs[0] == {"fc1"} and len(rungs) == 3
 
 
-def test_every_output_must_fit(model: ModelArtifact) -> None:
+def test_every_output_must_fit_and_what_takes_the_whole_budget_stands_behind_all_others(model):
     giving = Ladder(model, profile_of(model, KL, (CTR, CVR)), (CTR, CVR), ())
     both = evaluation(measured(1e-4, 2e-4), measured(1.2e-3, 2.4e-3, "cvr"))
     found = giving.revert_sites(plan(model, *ALL), both, "gpu")
     # The output that is inside alone would need nothing.
     assert [each.sites for each in found.returned] == [("fc1",), ("fc0",)]
+    # For each operation fc2 costs less than fc1, and no rung with it fits.
+    kl = {"fc0": kl_of(1e-5), "fc1": kl_of(5e-4), "fc2": kl_of(1.1 * CTR.budget)}
+    assert 1.1 * CTR.budget / FLOPS["fc2"] < 5e-4 / FLOPS["fc1"]
+    rungs = Ladder(model, profile_of(model, kl), (CTR,), ()).rungs(ALL)
+    assert rungs == tuple(map(frozenset, ((), ("fc0",), ("fc0", "fc1"), ALL)))
 
 
 def random_kl(seed: int, largest: float = 9e-4) -> dict[str, float]:
@@ -171,11 +176,3 @@ def test_no_label_moves_a_site(model: ModelArtifact, seed: int) -> None:
     for device in ("gpu", "another"):
         before, after = (Ladder(model, p, (CTR,), SPEEDS).rungs(ALL, device) for p in (profile, other))
         assert before == after
-
-
-def test_what_takes_the_whole_budget_stands_behind_all_others(model: ModelArtifact) -> None:
-    """For each operation fc2 costs less than fc1, and no rung with it fits."""
-    kl = {"fc0": kl_of(1e-5), "fc1": kl_of(5e-4), "fc2": kl_of(1.1 * CTR.budget)}
-    assert 1.1 * CTR.budget / FLOPS["fc2"] < 5e-4 / FLOPS["fc1"]
-    rungs = Ladder(model, profile_of(model, kl), (CTR,), ()).rungs(ALL)
-    assert rungs == tuple(map(frozenset, ((), ("fc0",), ("fc0", "fc1"), ALL)))

@@ -29,35 +29,26 @@ NODES = ("bottom/relu", "tower.scale/mul", "tower.scale/add", "/div")
 
 
 @pytest.mark.parametrize(
-    ("pattern", "sites"),
+    ("pattern", "sites", "nodes"),
     [
-        ("head", ["head"]),
-        ("*.fc1", ["bottom.fc1", "experts.0.fc1+63_more"]),
-        ("bottom", ["bottom.fc1"]),
-        ("*.calibrator", ["tower.calibrator.fc"]),
+        ("*.fc1", ["bottom.fc1", "experts.0.fc1+63_more"], []),
+        ("bottom", ["bottom.fc1"], []),
+        ("*.calibrator", ["tower.calibrator.fc"], []),
         # A name from before the mods.
-        ("experts.17.fc1", ["experts.0.fc1+63_more"]),
-        ("experts.17", ["experts.0.fc1+63_more"]),
-        ("tower*", ["tower.calibrator.fc"]),
+        ("experts.17.fc1", ["experts.0.fc1+63_more"], []),
+        ("experts.17", ["experts.0.fc1+63_more"], []),
+        ("tower*", ["tower.calibrator.fc"], []),
+        # A pattern that names no site names nodes.
+        ("tower.scale", [], ["tower.scale/mul", "tower.scale/add"]),
+        ("*.scale/mul", [], ["tower.scale/mul"]),
+        ("/div", [], ["/div"]),
+        ("*relu", [], ["bottom/relu"]),
     ],
 )
-def test_sites(pattern: str, sites: list[str]) -> None:
-    named = named_places((pattern,), SITES, NODES, "plan.keep")
-    assert named.sites == dict.fromkeys(sites, pattern) and not named.nodes
-
-
-@pytest.mark.parametrize(
-    ("pattern", "nodes"),
-    [
-        ("tower.scale", ["tower.scale/mul", "tower.scale/add"]),
-        ("*.scale/mul", ["tower.scale/mul"]),
-        ("/div", ["/div"]),
-        ("*relu", ["bottom/relu"]),
-    ],
-)
-def test_a_pattern_that_names_no_site_names_nodes(pattern: str, nodes: list[str]) -> None:
+def test_sites_and_nodes(pattern: str, sites: list[str], nodes: list[str]) -> None:
     named = named_places((pattern, "head"), SITES, NODES, "plan.keep")
-    assert (named.sites, named.nodes) == ({"head": "head"}, dict.fromkeys(nodes, pattern))
+    assert named.sites == dict.fromkeys(sites, pattern) | {"head": "head"}
+    assert named.nodes == dict.fromkeys(nodes, pattern)
 
 
 @pytest.mark.parametrize("pattern", ["fc1", "experts.18.fc1", "tow", "scale", "tower.scale/m"])
@@ -114,13 +105,10 @@ def test_what_mods_removed_is_told(models: Models, pattern: str) -> None:
     assert serde.loads(PlanSet, serde.dumps(plans)) == plans
 
 
-def test_what_neither_model_has_is_refused(models: Models) -> None:
+def test_a_forced_site_that_mods_removed_is_told_but_not_a_node_nor_what_neither_model_has(models):
     with pytest.raises(ConfigError) as caught:
         plans_of(models.modified, PlanOptions(keep=("tower/bn", "haed"), exported=models.exported))
     assert "'haed'" in caught.value.what and "'head'" in caught.value.evidence
-
-
-def test_a_forced_site_that_mods_removed_is_told_but_not_a_node(models: Models) -> None:
     (fc0, head) = models.exported.sites
     exported = replace(models.exported, sites=(fc0, replace(head, name="folded.fc"), head))
     options = PlanOptions(force=("folded.fc",), exported=exported)

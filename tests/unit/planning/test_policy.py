@@ -44,14 +44,25 @@ def test_the_shares_follow_the_operations_and_sum_to_the_budget_less_the_allowan
     assert (plan.fp8_sites, plan.fp8_share) == (tuple(FLOPS), 1.0)
     assert plan.decision("fc0").verdict is Verdict.SAFE
     # Three products and a norm, of which all are shown at once.
-    assert "at 99.375 %, corrected for 4 bounds" in plan.decision("fc1").reason
+    decision = plan.decision("fc1")
+    assert "at 99.375 %, corrected for 4 bounds" in decision.reason
+    # Scales come from the profile and the weights.
+    weight = values_of(GraphModel.load(model.path).node("fc1").inputs[1])
+    assert (decision.recipe, decision.activation_scale) == (PER_CHANNEL_WEIGHT, SCALE)
+    for scale, column in zip(decision.weight_scale, weight.T, strict=True):
+        assert 1 <= scale * 448 / abs(column).max() <= 1 + 2**-7
 
 
-def test_a_site_beyond_what_the_others_leave_is_unsafe(model: ModelArtifact) -> None:
+def test_unsafe_sites_stay_out_but_for_fp8_all_which_takes_every_linear_site_and_no_interaction(model):
     decision = plan_of(model, {"fc1": kl_of(2 * ALLOWED, 0.2 * ALLOWED)}).decision("fc1")
     assert (decision.verdict, decision.precision) == (Verdict.UNSAFE, Precision.BF16)
     assert "beyond the 0.05 % that the others leave" in decision.reason
     assert (decision.recipe, decision.activation_scale, decision.weight_scale) == (None, None, ())
+    plan = plan_of(model, {"fc0": kl_of(1.0)}, "fp8-all")
+    assert plan.fp8_sites == ("fc0", "fc1", "fc2", "thin")
+    assert plan.decision("fc0").verdict is Verdict.UNSAFE
+    assert plan.decision("dot").precision is Precision.BF16
+    assert plan.decision("dot").reason.startswith("a product of two activations runs in FP8 only when forced")
 
 
 @pytest.mark.parametrize("plan_id", ["bf16", "fp16"])
@@ -87,14 +98,6 @@ def test_verdicts_close_as_rows_come_in(model: ModelArtifact) -> None:
     assert sorted(found, key=len, reverse=True) == found
 
 
-def test_fp8_all_takes_every_linear_site_and_no_interaction(model: ModelArtifact) -> None:
-    plan = plan_of(model, {"fc0": kl_of(1.0)}, "fp8-all")
-    assert plan.fp8_sites == ("fc0", "fc1", "fc2", "thin")
-    assert plan.decision("fc0").verdict is Verdict.UNSAFE
-    assert plan.decision("dot").precision is Precision.BF16
-    assert plan.decision("dot").reason.startswith("a product of two activations runs in FP8 only when forced")
-
-
 def test_predicted_kl_sums_the_chosen_sites_and_the_share_counts_their_operations(model):
     kl = {"fc0": kl_of(1e-5, 5e-7), "fc2": kl_of(2e-5), "fc1": kl_of(1.0), "thin": kl_of(3e-5)}
     safe, every = plan_of(model, kl), plan_of(model, kl, "fp8-all")
@@ -102,16 +105,6 @@ def test_predicted_kl_sums_the_chosen_sites_and_the_share_counts_their_operation
     assert every.predicted_kl == {"ctr": pytest.approx(1.0 + 6e-5)}
     assert safe.fp8_share == pytest.approx((FLOPS["fc0"] + FLOPS["fc2"]) / TOTAL)
     assert every.fp8_share == 1.0  # the thin site is not FP8-able
-
-
-def test_scales_come_from_the_profile_and_the_weights(model: ModelArtifact) -> None:
-    decision = plan_of(model, {}).decision("fc1")
-    weight = values_of(GraphModel.load(model.path).node("fc1").inputs[1])
-    assert decision.recipe == PER_CHANNEL_WEIGHT
-    assert decision.activation_scale == SCALE
-    assert len(decision.weight_scale) == weight.shape[1]
-    for scale, column in zip(decision.weight_scale, weight.T, strict=True):
-        assert 1 <= scale * 448 / abs(column).max() <= 1 + 2**-7
 
 
 def test_the_default_plans_in_order_and_as_json(model: ModelArtifact) -> None:

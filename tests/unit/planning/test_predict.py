@@ -46,25 +46,20 @@ def test_measured_shapes_answer_with_what_was_measured() -> None:
             assert (found.us, found.is_measured, found.error_us) == (known.us, True, known.spread_us or 0.0)
 
 
-def test_a_roofline_is_found_again() -> None:
+def test_a_roofline_is_found_again_and_what_it_misses_is_carried_to_neighbours_only():
     model = KernelModel([timing(WIDE, shape, roofline(shape)) for shape in GRID])
     for shape in (Shape(2048, 2048, 2048), Shape(512, 100, 3000), Shape(16384, 8192, 8192)):
         found = model.estimate(shape)
         assert not found.is_measured
         assert found.us == pytest.approx(roofline(shape), rel=1e-3)
         assert found.error_us < 0.01 * found.us
-
-
-def test_what_the_roofline_misses_is_carried_to_neighbours_only() -> None:
-    """A kernel that is slow where N is small: near it the prediction follows, far away it does not."""
+    # A kernel that is slow where N is small: near it the prediction follows, far away it does not.
     slow = [timing(WIDE, s, roofline(s) * (2.0 if s.n == 64 else 1.0)) for s in GRID]
     model = KernelModel(slow)
     near, far = model.estimate(Shape(2048, 72, 1024)), model.estimate(Shape(2048, 3000, 3000))
     assert near.us / roofline(Shape(2048, 72, 1024)) > 1.6
     assert far.us / roofline(Shape(2048, 3000, 3000)) < 1.15
-
-
-def test_too_few_shapes_predict_nothing() -> None:
+    # Too few shapes predict nothing.
     few = [timing(WIDE, shape, roofline(shape)) for shape in GRID[: FEWEST - 1]]
     assert KernelModel(few).estimate(Shape(3, 3, 3)) is None
     enough = [timing(WIDE, shape, roofline(shape)) for shape in GRID[:FEWEST]]
@@ -124,7 +119,7 @@ def table(*timings: KernelTiming) -> TimeTable:
     return TimeTable([*grid, *timings])
 
 
-def test_the_fastest_kernel_of_the_precision_counts() -> None:
+def test_the_fastest_kernel_counts_of_those_that_take_the_scales():
     shape = GRID[0]
     known = table(timing(NARROW, shape, 7.0), timing(replace(NARROW, name="fast"), shape, 6.0))
     found = known.product("inductor", Precision.FP8, shape, PER_TENSOR)
@@ -132,9 +127,7 @@ def test_the_fastest_kernel_of_the_precision_counts() -> None:
     slower = table(timing(NARROW, shape, 0.7), timing(replace(NARROW, name="fast"), shape, 0.6))
     found = slower.product("inductor", Precision.FP8, shape, PER_TENSOR)
     assert (found.kernel.name, found.us) == ("fast", 0.6)
-
-
-def test_one_scale_for_each_channel_needs_a_kernel_that_takes_it() -> None:
+    # One scale for each channel needs a kernel that takes it.
     shape = GRID[0]
     found = table(timing(NARROW, shape, 0.5)).product("inductor", Precision.FP8, shape, PER_CHANNEL)
     assert found.kernel == ROW_WISE

@@ -160,18 +160,11 @@ def test_uncertain_tensors_are_toggled_first_then_what_saves_most() -> None:
     assert neighbours(problem, chosen, 9) == ({"sure", "maybe_in", "maybe_out"}, {"sure"}, {"maybe_in"})
 
 
-def test_the_room_of_a_site_that_is_toggled_out_is_used() -> None:
+def test_neighbours_use_the_room_keep_what_is_fixed_and_toggle_sites_of_one_tensor_together() -> None:
     problem = problem_of({"a": 10.0, "b": 4.0, "c": 4.0}, {"a": 0.9, "b": 0.5, "c": 0.5})
     assert solve(problem) == {"a"}
     assert neighbours(problem, frozenset({"a"}), 1) == ({"b", "c"},)
-
-
-def test_sites_of_one_tensor_are_toggled_together() -> None:
+    problem = problem_of({"a": 3.0, "b": 2.0, "c": 1.0}, {"a": 0.5, "b": 0.5, "c": 0.6})
+    assert neighbours(problem, frozenset({"a", "b"}), 5, {"a": True}) == ({"a"},)
     problem = problem_of({"a": 3.0, "b": 1.0, "c": 2.0}, tensors={"a": "x", "b": "x", "c": "y"})
     assert neighbours(problem, frozenset("abc"), 5) == ({"c"}, {"a", "b"})
-
-
-def test_neighbours_stay_inside_the_budget_and_keep_what_is_fixed() -> None:
-    problem = problem_of({"a": 3.0, "b": 2.0, "c": 1.0}, {"a": 0.5, "b": 0.5, "c": 0.6})
-    found = neighbours(problem, frozenset({"a", "b"}), 5, {"a": True})
-    assert found == ({"a"},)

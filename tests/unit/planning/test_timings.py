@@ -35,18 +35,13 @@ def in_order(timings: Iterable[KernelTiming]) -> tuple[KernelTiming, ...]:
     return tuple(sorted(timings, key=lambda timing: (timing.kernel.key, timing.shape)))
 
 
-def test_what_is_written_is_read(tmp_path: Path) -> None:
+def test_what_is_written_is_read_and_the_last_time_of_a_kernel_on_a_shape_stands(tmp_path: Path) -> None:
+    later = replace(TIMINGS[0], us=3.0, provenance=replace(SOURCE, date="2026-11-22"))
     with TimingDatabase(tmp_path / "sub" / "timings.sqlite") as database:
         database.add(TIMINGS)
     with TimingDatabase(tmp_path / "sub" / "timings.sqlite") as database:
         assert database.read() == in_order(TIMINGS)
         assert database.read("cpu") == (TIMINGS[3],)
-
-
-def test_the_last_time_of_a_kernel_on_a_shape_stands(tmp_path: Path) -> None:
-    later = replace(TIMINGS[0], us=3.0, provenance=replace(SOURCE, date="2026-11-22"))
-    with TimingDatabase(tmp_path / "timings.sqlite") as database:
-        database.add(TIMINGS)
         database.add([later])
         assert database.read("nvidia-h100") == in_order([later, *TIMINGS[1:3]])
 
@@ -93,9 +88,6 @@ def test_what_is_no_such_database_is_refused(statement, code, evidence, tmp_path
     with pytest.raises(UserError) as caught, TimingDatabase(path) as database:
         database.read()
     assert (caught.value.code, caught.value.evidence) == (code, evidence)
-
-
-def test_a_text_is_no_database(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("not a database, but long enough that SQLite looks for its header" * 20)
     with pytest.raises(UserError) as caught:
         TimingDatabase(tmp_path / "text")
