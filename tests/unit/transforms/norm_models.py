@@ -29,7 +29,6 @@ from loka_onnx.transforms.sequence import apply_mods
 
 FUSIONS: tuple[type[Mod[Any]], ...] = (FuseLayerNorm, FuseRMSNorm)
 FOLDS: tuple[type[Mod[Any]], ...] = (FoldBatchNorm, FoldNormAffine)
-OPSETS = {"dynamo": (18, 21), "torchscript": (11, 13, 17, 20)}
 
 
 @dataclass(frozen=True)

@@ -105,7 +105,7 @@ def test_a_mod_that_moves_an_output_is_rolled_back_and_reported(tmp_path: Path) 
     assert gain(model) == 0.5
 
 
-def test_rounding_is_accepted(tmp_path: Path) -> None:
+def test_rounding_is_accepted_and_each_mod_is_held_against_the_last_good_model(tmp_path):
     model, log = run(tmp_path, ROUNDS)
     record = log.records[0]
     assert not record.rolled_back
@@ -114,9 +114,6 @@ def test_rounding_is_accepted(tmp_path: Path) -> None:
     assert record.tolerance is not None
     assert 0 < record.max_abs <= record.tolerance
     assert gain(model) > 0.5
-
-
-def test_each_mod_is_held_against_the_last_good_model(tmp_path: Path) -> None:
     # Three rounding steps together would exceed the tolerance of one.
     _, log = run(tmp_path, ROUNDS, ROUNDS, ROUNDS)
     assert [record.rolled_back for record in log.records] == [False, False, False]

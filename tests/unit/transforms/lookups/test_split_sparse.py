@@ -97,7 +97,7 @@ def test_the_halves_give_the_bits_of_the_whole(case: str, tmp_path: Path) -> Non
         onnx.checker.check_model(onnx.load(tmp_path / "halves" / f"{half}.onnx"), full_check=True)
 
 
-def test_ids_go_in_on_one_side_and_numbers_on_the_other(tmp_path: Path) -> None:
+def test_ids_go_in_on_one_side_and_numbers_on_the_other_and_names_follow_the_modules(tmp_path):
     split, model = cut(CUT["columns"], tmp_path)
     assert [t.name for t in split.lookup.inputs] == ["ids"]
     assert [t.name for t in split.dense.inputs] == ["x", "block", "block_1", "block_2", "block_3"]
@@ -109,6 +109,13 @@ def test_ids_go_in_on_one_side_and_numbers_on_the_other(tmp_path: Path) -> None:
     dense = onnx.load(tmp_path / "dense.onnx")
     assert op_types(dense) == ["Concat", "MatMul", "Relu"]
     assert not {t.name for t in dense.graph.initializer} & TABLES.keys()
+    case = CUT["columns"]
+    model = case.model()
+    for node in model.graph.node:
+        if node.output[0].startswith("e"):
+            node.name = f"embeddings.{node.output[0]}/gather"
+    split = halved(artifact(model, tmp_path / "whole.onnx").path)
+    assert [spec.name for spec in split.cut] == [f"embeddings.e{i}" for i in range(4)]
 
 
 def test_halves_that_differ_in_a_bit_are_refused(tmp_path: Path) -> None:
@@ -168,16 +175,6 @@ WHOLE = {
 def test_what_cannot_be_cut_says_why(case: str, tmp_path: Path) -> None:
     path = artifact(WHOLE[case].model(), tmp_path / "whole.onnx").path
     assert split_sparse(GraphModel.load(path)) == WHOLE[case].why
-
-
-def test_the_names_follow_the_modules(tmp_path: Path) -> None:
-    case = CUT["columns"]
-    model = case.model()
-    for node in model.graph.node:
-        if node.output[0].startswith("e"):
-            node.name = f"embeddings.{node.output[0]}/gather"
-    split = halved(artifact(model, tmp_path / "whole.onnx").path)
-    assert [spec.name for spec in split.cut] == [f"embeddings.e{i}" for i in range(4)]
 
 
 def test_tables_outside_the_model_go_with_the_lookup_and_are_linked(

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import onnx
 import pytest
-from rewrite_models import Arrays, artifact, evaluate, named, op_types, parse
+from rewrite_models import Arrays, artifact, evaluate, initializer, named, op_types, parse
 from shape_models import weight
 
 from loka_onnx.core.formats import E4M3FN, INT8
@@ -72,7 +72,7 @@ def error(proto: onnx.ModelProto, site: str, x: Arrays) -> float:
     if values is None:
         watched.graph.output.append(onnx.helper.make_tensor_value_info(node.input[0], 1, ["batch", K]))
         values = evaluate(watched, x)[node.input[0]]
-    w = next(onnx.numpy_helper.to_array(t) for t in proto.graph.initializer if t.name == node.input[1])
+    w = onnx.numpy_helper.to_array(initializer(proto, node.input[1]))
     values, w = values.astype(np.float64), w.astype(np.float64)
     exact = values @ w
     return float(np.square(rounded(values) @ rounded(w, 0) - exact).sum() / np.square(exact).sum())
@@ -179,26 +179,19 @@ def test_a_chain_is_smoothed_until_nothing_changes(tmp_path: Path) -> None:
         assert error(after, site, {"x": rows(9)}) < 3e-3
 
 
-def test_a_channel_without_values_keeps_its_factor(tmp_path: Path) -> None:
+def test_a_channel_without_values_keeps_its_factor_and_few_rows_choose_nothing(tmp_path):
     x = feeds("input", WILD)
     x["x"][:, 5] = 0.0
     record, after = smoothed(model("input", WILD), x, tmp_path)
     assert len(record.applied) == 1
-    factors = next(
-        onnx.numpy_helper.to_array(t) for t in after.graph.initializer if t.name == named_mul(after).input[1]
-    )
+    (scaled,) = (node for node in after.graph.node if node.op_type == "Mul")
+    factors = onnx.numpy_helper.to_array(initializer(after, scaled.input[1]))
     assert np.isfinite(factors).all()
     assert np.frexp(factors)[0].tolist() == [0.5] * K
     np.testing.assert_array_equal(evaluate(after, x)["y"], evaluate(model("input", WILD), x)["y"])
-
-
-def named_mul(proto: onnx.ModelProto) -> onnx.NodeProto:
-    return next(node for node in proto.graph.node if node.op_type == "Mul")
-
-
-def test_few_rows_choose_nothing(tmp_path: Path) -> None:
     x = {"x": rows(count=63) * WILD}
-    record, _ = smoothed(model("input", WILD), x, tmp_path)
+    (tmp_path / "few").mkdir()
+    record, _ = smoothed(model("input", WILD), x, tmp_path / "few")
     assert [(d.at, d.reason) for d in record.declined] == [
         ("x", "63 rows are too few to measure errors on; 64 are needed")
     ]

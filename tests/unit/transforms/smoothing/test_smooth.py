@@ -174,7 +174,7 @@ def test_features_are_scaled_behind_the_input(name: str, tmp_path: Path) -> None
     onnx.checker.check_model(after, full_check=True)
 
 
-def test_a_reader_that_takes_no_factors_reads_the_input_as_it_was(tmp_path: Path) -> None:
+def test_a_reader_without_factors_reads_the_input_as_it_was_and_changed_sites_are_told_of(tmp_path):
     case = INPUTS["read_by_others_too"]
     record, _, after = run(case, {"x": S}, tmp_path)
     assert "x" in named(after, "block/y").input
@@ -182,10 +182,7 @@ def test_a_reader_that_takes_no_factors_reads_the_input_as_it_was(tmp_path: Path
     assert record.declined == (
         Declined("x", "'block/y' reads the input without scales: 'block/y' reads it, a Add"),
     )
-
-
-def test_sites_whose_operands_changed_are_told_of(tmp_path: Path) -> None:
-    """They are calibrated again: the maker, whose weight is divided, and the readers."""
+    # They are calibrated again: the maker, whose weight is divided, and the readers.
     source = artifact(SMOOTHED["chain"].model(), tmp_path / "before.onnx")
     rows = [feeds(onnx.load(source.path))]
     result = apply_mods(source, rows, tmp_path / "after.onnx", [Smooth({"fc2": S})])

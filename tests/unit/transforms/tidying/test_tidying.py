@@ -69,11 +69,6 @@ LEFT_ALONE = {
 }
 
 
-@pytest.mark.parametrize("case", LEFT_ALONE)
-def test_near_misses_are_left_alone_with_the_reason(case: str, tmp_path: Path) -> None:
-    assert_left_alone(LEFT_ALONE[case], FoldConstants(), tmp_path)
-
-
 NO_OPS_LEFT_ALONE: dict[str, Case] = {
     "a_rounding_cast": Case("a = Cast<to=10>(x) b = Cast<to=1>(a) y = Relu(b)"),
     "a_reshape_that_copies_a_length": Case(
@@ -136,6 +131,10 @@ NOT_TWINS = {
 }
 
 
-@pytest.mark.parametrize("case", NOT_TWINS)
-def test_what_differs_is_computed_twice(case: str, tmp_path: Path) -> None:
-    assert_left_alone(NOT_TWINS[case], ShareDuplicates(), tmp_path)
+NEAR = [(FoldConstants, case) for case in LEFT_ALONE.values()]
+NEAR += [(ShareDuplicates, case) for case in NOT_TWINS.values()]
+
+
+@pytest.mark.parametrize(("mod", "case"), NEAR, ids=[*LEFT_ALONE, *NOT_TWINS])
+def test_near_misses_are_left_alone_with_the_reason(mod, case, tmp_path):
+    assert_left_alone(case, mod(), tmp_path)
