@@ -1,7 +1,5 @@
 """A model of five sites, two of which read one tensor, and rows with every kind of column."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

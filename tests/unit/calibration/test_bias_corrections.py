@@ -1,7 +1,5 @@
 """Fitted biases against means of whole products, computed in float64 from ml_dtypes' own rounding."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -136,7 +134,7 @@ def small_fit(folder: Path, most: int = 32_768) -> tuple[Fit, ModelArtifact, dic
     return fit_biases(model, [plan], (weighted,), rows, folder / "means.onnx"), model, columns
 
 
-def test_the_mean_score_is_weighted_and_sites_are_averaged(tmp_path: Path) -> None:
+def test_the_mean_score_is_weighted_and_sites_are_averaged(tmp_path):
     fit, model, columns = small_fit(tmp_path)
     from onnx.reference import ReferenceEvaluator
 
@@ -152,7 +150,7 @@ def test_the_mean_score_is_weighted_and_sites_are_averaged(tmp_path: Path) -> No
     assert set(fit.plans["fp8-all"].values) == {"left", "right", "deep"}, "the head is not planned"
 
 
-def test_rows_are_drawn_up_to_a_number(tmp_path: Path) -> None:
+def test_rows_are_drawn_up_to_a_number(tmp_path):
     data = dataset_of(tmp_path, columns_of(9000))
     rows = MeanRows(data, most=5000, batch_size=512, seed=3)
     assert rows_of(rows.spans) == 5000
@@ -163,7 +161,7 @@ def test_rows_are_drawn_up_to_a_number(tmp_path: Path) -> None:
     assert MeanRows(data, most=5000, first=700).spans[-1].stop == 700
 
 
-def test_an_interaction_is_left_alone(tmp_path: Path) -> None:
+def test_an_interaction_is_left_alone(tmp_path):
     body = (
         "t = Unsqueeze(x, one) u = Transpose<perm=[0,2,1]>(t) [dot] d = MatMul(t, u) "
         "f = Flatten(d) [head] y = Gemm(f, w)"
@@ -176,7 +174,7 @@ def test_an_interaction_is_left_alone(tmp_path: Path) -> None:
     assert set(found.values) == {"head"}
 
 
-def test_what_is_not_finite_is_refused(tmp_path: Path) -> None:
+def test_what_is_not_finite_is_refused(tmp_path):
     columns = columns_of(100)
     columns["x"][60] = 3e38
     model = artifact_of(tmp_path)

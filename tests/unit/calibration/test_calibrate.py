@@ -1,7 +1,5 @@
 """The whole of calibration: what a profile holds, under which scales, and rows that are added to it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Totals against the same statistics from whole columns, and what they must not depend on."""
 
-from __future__ import annotations
-
 import pickle
 
 import numpy as np
@@ -85,17 +83,14 @@ def test_moments_are_those_of_the_columns(grouped):
     assert found.mean_denominator.value == pytest.approx(rows.denominator.sum() / w.sum(), rel=1e-12)
 
 
-@pytest.mark.parametrize(
-    "names",
-    [
-        users(),
-        users().astype(np.uint16),
-        users() / 8.0 - 2.0,
-        np.char.add("user ", users().astype(str)),
-        users().astype("datetime64[s]"),
-        users().astype(str).astype(object),
-    ],
-)
+@pytest.mark.parametrize("names", [
+    users(),
+    users().astype(np.uint16),
+    users() / 8.0 - 2.0,
+    np.char.add("user ", users().astype(str)),
+    users().astype("datetime64[s]"),
+    users().astype(str).astype(object),
+])  # fmt: skip
 def test_buckets_hold_whole_groups_whatever_names_them(names):
     buckets = buckets_of(names)
     assert buckets.min() >= 0 and buckets.max() < BUCKETS
@@ -104,15 +99,12 @@ def test_buckets_hold_whole_groups_whatever_names_them(names):
     assert len(pairs) == len(np.unique(buckets)) == 40
 
 
-@pytest.mark.parametrize(
-    "groups",
-    [
-        np.array([None, 7, None, 7, 7], dtype=object),
-        np.array([np.nan, 7.0, np.nan, 7.0, 7.0]),
-        np.array(["", "7", "", "7", "7"]),
-        np.array(["NaT", "2026-01-01", "NaT", "2026-01-01", "2026-01-01"], dtype="datetime64[D]"),
-    ],
-)
+@pytest.mark.parametrize("groups", [
+    np.array([None, 7, None, 7, 7], dtype=object),
+    np.array([np.nan, 7.0, np.nan, 7.0, 7.0]),
+    np.array(["", "7", "", "7", "7"]),
+    np.array(["NaT", "2026-01-01", "NaT", "2026-01-01", "2026-01-01"], dtype="datetime64[D]"),
+])  # fmt: skip
 def test_rows_without_a_group_are_units_of_their_own(groups):
     buckets = buckets_of(groups)
     known = buckets_of(groups[1:2] if groups.dtype != object else np.array([7]))
@@ -188,15 +180,12 @@ def test_probabilities_become_logits_and_without_labels_there_is_kl_over_entropy
     assert scores.tolist() == pytest.approx([0.0, np.log(1e-3 / (1 - 1e-3)), np.log(3.0)])
 
 
-@pytest.mark.parametrize(
-    ("where", "what", "count"),
-    [
-        ("exact", "output 'ctr'", 500),
-        ("click", "column 'click'", 500),
-        ("value", "column 'value'", 500),
-        ("changed", "with a site in low precision, output 'ctr'", 1000),
-    ],
-)
+@pytest.mark.parametrize(("where", "what", "count"), [
+    ("exact", "output 'ctr'", 500),
+    ("click", "column 'click'", 500),
+    ("value", "column 'value'", 500),
+    ("changed", "with a site in low precision, output 'ctr'", 1000),
+])  # fmt: skip
 def test_what_is_not_finite_is_refused(where, what, count):
     z, changed, columns = world()
     columns = {name: values.astype(np.float64) for name, values in columns.items()}

@@ -1,7 +1,5 @@
 """Statistics and errors that the instrumented graph sums, and their limits, against float64."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import textwrap
@@ -146,16 +144,11 @@ def check_error(error: ErrorStats, exact: Any, low: Any) -> None:
 OTHERS = [(name, E4M3FN) for name in MODEL_NAMES if name != FAST_MODEL]
 
 
-@pytest.mark.parametrize(
-    ("name", "format"),
-    [
-        (FAST_MODEL, E4M3FN),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (*OTHERS, ("wukong", E4M3FNUZ), ("wukong", E5M2))
-        ),
-    ],
-)
+@pytest.mark.parametrize(("name", "format"), [
+    (FAST_MODEL, E4M3FN),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in (*OTHERS, ("wukong", E4M3FNUZ), ("wukong",
+        E5M2))),
+])  # fmt: skip
 def test_errors_from_equal_activations(name, format, tmp_path):
     """The instrumented graph itself hands out the activations, so that nothing but its sums is in question.
 
@@ -216,14 +209,11 @@ def test_a_recipe_with_per_tensor_weights_is_required():
         ProbeOptions(recipes=(PER_CHANNEL_WEIGHT,))
 
 
-@pytest.mark.parametrize(
-    ("body", "shown"),
-    [
-        # Exp overflows, and the logarithm of a negative number is NaN.
-        ("[fc1] h = MatMul(x, w1)  e = Exp(h)  [fc2] y = MatMul(e, head)", "amax inf, sum of squares inf"),
-        ("[fc1] h = MatMul(x, w1)  e = Log(h)  [fc2] y = MatMul(e, head)", "nan"),
-    ],
-)
+@pytest.mark.parametrize(("body", "shown"), [
+    # Exp overflows, and the logarithm of a negative number is NaN.
+    ("[fc1] h = MatMul(x, w1)  e = Exp(h)  [fc2] y = MatMul(e, head)", "amax inf, sum of squares inf"),
+    ("[fc1] h = MatMul(x, w1)  e = Log(h)  [fc2] y = MatMul(e, head)", "nan"),
+])  # fmt: skip
 def test_an_activation_that_is_not_finite_names_site_tensor_and_batch(body, shown, tmp_path):
     x = np.full((640, 16), 0.1)
     x[389] = 5.0 if shown.startswith("amax") else -0.1

@@ -1,7 +1,5 @@
 """Sensitivities against the loss itself, computed row by row from the outputs in extended precision."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -39,7 +37,7 @@ class World:
     columns: dict[str, np.ndarray]
 
     @classmethod
-    def of(cls, folder: Path, rows: int = ROWS, columns: dict[str, np.ndarray] | None = None) -> World:
+    def of(cls, folder: Path, rows: int = ROWS, columns: dict[str, np.ndarray] | None = None) -> "World":
         artifact = artifact_of(folder)
         scales = {PER_TENSOR.activation_id: {o.tensor: 0.03125 for s in artifact.sites for o in s.operands}}
         switches = tuple(

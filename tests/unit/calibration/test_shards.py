@@ -1,7 +1,5 @@
 """What batches leave behind: exact sums however they are cut, their spread, and the rows of samples."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The switchable model against the plain one, and against the graphs that plans are written into."""
 
-from __future__ import annotations
-
 import pickle
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Two formats in one profile, and a ranker planned in integers up to its graph in ONNX Runtime."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +13,7 @@ from loka_onnx.calibration.calibrate import ProbeOptions, ProfiledModel, calibra
 from loka_onnx.calibration.effects.switchable import SwitchableModel
 from loka_onnx.core import serde
 from loka_onnx.core.exact_sum import ExactSum
-from loka_onnx.core.formats import E4M3FN, INT8, UINT8, NumberFormat, Precision
+from loka_onnx.core.formats import E4M3FN, INT8, UINT8, Precision
 from loka_onnx.core.plan import Climb, Climbs, Decision, PrecisionPlan
 from loka_onnx.core.profile import Profile
 from loka_onnx.core.recipe import MSE, Granularity, Recipe
@@ -155,7 +153,7 @@ class Integers:
 
 
 @pytest.mark.parametrize("format", [INT8, UINT8])
-def test_from_rows_to_the_planned_graph(format: NumberFormat, tmp_path: Path) -> None:
+def test_from_rows_to_the_planned_graph(format, tmp_path):
     artifact, columns = artifact_of(tmp_path), columns_of(600)
     data, x = dataset_of(tmp_path / "data", columns), columns["x"]
     recipes = tuple(Recipe.of(format, weight, MSE) for weight in Granularity)
@@ -204,7 +202,7 @@ def test_from_rows_to_the_planned_graph(format: NumberFormat, tmp_path: Path) ->
     assert of_left.underflowed == ((code == left.activation_zero_point) & (x != 0)).sum()
 
 
-def test_formats_compete_at_each_site(tmp_path: Path) -> None:
+def test_formats_compete_at_each_site(tmp_path):
     """Normal values: an integer grid is finer there than that of E4M3."""
     artifact = artifact_of(tmp_path)
     data = dataset_of(tmp_path / "data", columns_of(256))

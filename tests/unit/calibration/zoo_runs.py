@@ -1,7 +1,5 @@
 """The four zoo models, exported tiny with random weights, on generated rows; each once in a process."""
 
-from __future__ import annotations
-
 import atexit
 import functools
 import shutil

@@ -1,7 +1,5 @@
 """Sums of columns, and the parts of a loss change, against float64 and fractions."""
 
-from __future__ import annotations
-
 import mpmath
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """Intervals of means and tests of two samples, against SciPy and by their level."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable
@@ -166,11 +164,8 @@ def test_ends_of_an_interval_are_never_narrower_than_student_s(ends):
         assert found.lower <= plain.lower or ends is Ends.BERNSTEIN
 
 
-# Medians ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("count", [6, 7, 8, 10, 15, 40])
-def test_ranks_are_the_narrowest_that_hold(count: int) -> None:
+def test_ranks_are_the_narrowest_that_hold(count):
     values = [float(v) for v in range(1, count + 1)]
     found = median_interval(values)
     assert found is not None
@@ -193,7 +188,7 @@ def sample(values: np.ndarray) -> BatchSample:
     return BatchSample.of(BatchSpread(len(values), 512, {"x": sums}), "x")
 
 
-def test_a_sample_is_mean_and_variance_of_the_batches() -> None:
+def test_a_sample_is_mean_and_variance_of_the_batches():
     values = np.random.default_rng(0).normal(3.0, 2.0, 40)
     found = sample(values)
     assert found.batches == 40
@@ -205,7 +200,7 @@ def test_a_sample_is_mean_and_variance_of_the_batches() -> None:
 
 
 @pytest.mark.parametrize(("sizes", "spreads"), [((9, 30), (1, 5)), ((30, 9), (1, 5)), ((20, 20), (2, 2))])
-def test_the_larger_p_value_of_welch_and_student(sizes: tuple[int, int], spreads: tuple[int, int]) -> None:
+def test_the_larger_p_value_of_welch_and_student(sizes, spreads):
     random = np.random.default_rng(3)
     a, b = (random.normal(i, sd, n) for i, (n, sd) in enumerate(zip(sizes, spreads, strict=True)))
     found = compare_means(sample(a), sample(b))
@@ -216,7 +211,7 @@ def test_the_larger_p_value_of_welch_and_student(sizes: tuple[int, int], spreads
     assert found.standard_error == pytest.approx(max(errors))
 
 
-def test_equal_means_and_what_arithmetic_cannot_tell_apart() -> None:
+def test_equal_means_and_what_arithmetic_cannot_tell_apart():
     constant = sample(np.full(10, 0.25))
     assert compare_means(constant, constant).p_value == 1.0
     assert compare_means(constant, sample(np.full(10, 0.5))).p_value == 0.0
@@ -226,7 +221,7 @@ def test_equal_means_and_what_arithmetic_cannot_tell_apart() -> None:
     assert compare_means(a, sample(np.full(10, 1.1)), resolution=1e-6).p_value < 1e-50
 
 
-def test_variances_are_compared_in_comparable_units() -> None:
+def test_variances_are_compared_in_comparable_units():
     pairs = [
         (BatchSample(9, 0.0, 2.0), BatchSample(9, 0.0, 10.0)),
         (BatchSample(9, 0.0, 400.0), BatchSample(9, 0.0, 1200.0)),
@@ -254,7 +249,7 @@ UNCHANGED: dict[str, Draw] = {
 
 @pytest.mark.parametrize("sizes", [(1000, 8), (8, 1000), (120, 32)])
 @pytest.mark.parametrize("kind", UNCHANGED)
-def test_the_level_holds_without_any_change(kind: str, sizes: tuple[int, int]) -> None:
+def test_the_level_holds_without_any_change(kind, sizes):
     """At 1 % of single tests and far in the tail, where a family of a thousand tests looks."""
     random, rounds = np.random.default_rng(11), 2000
     pairs = ((_quick(UNCHANGED[kind](random, n)) for n in sizes) for _ in range(rounds))
@@ -268,7 +263,7 @@ def _quick(values: np.ndarray) -> BatchSample:
 
 
 @pytest.mark.parametrize(("live", "profile"), [(1, 1), (3, 5), (5, 3), (4, 4)])
-def test_exceedance_is_the_share_of_rankings(live: int, profile: int) -> None:
+def test_exceedance_is_the_share_of_rankings(live, profile):
     """By enumeration of which ranks the live batches take."""
     everywhere = range(live + profile)
     rankings = list(combinations(everywhere, live))
@@ -281,7 +276,7 @@ def test_exceedance_is_the_share_of_rankings(live: int, profile: int) -> None:
     assert exceedance_probability(5000, 5000, 5000) == 0.0
 
 
-def test_holm_and_stability_index_by_hand() -> None:
+def test_holm_and_stability_index_by_hand():
     # m = 4: 4 × .005, 3 × .01, 2 × .03, 1 × .04, never falling.
     assert holm([0.04, 0.005, 0.03, 0.01]) == pytest.approx((0.06, 0.02, 0.06, 0.03))
     assert holm([0.6, 0.7]) == (1.0, 1.0)
@@ -296,7 +291,7 @@ def test_holm_and_stability_index_by_hand() -> None:
 
 
 @given(st.lists(st.floats(0.0, 1.0), min_size=1, max_size=20), st.floats(0.001, 0.2))
-def test_holm_rejects_what_the_step_down_procedure_rejects(p_values: list[float], level: float) -> None:
+def test_holm_rejects_what_the_step_down_procedure_rejects(p_values, level):
     rejected, left = set[int](), sorted(range(len(p_values)), key=p_values.__getitem__)
     while left and p_values[left[0]] * len(left) <= level:
         rejected.add(left.pop(0))
@@ -304,7 +299,7 @@ def test_holm_rejects_what_the_step_down_procedure_rejects(p_values: list[float]
     assert {i for i, p in enumerate(adjusted) if p <= level} == rejected
 
 
-def test_stability_index_of_one_distribution_is_small_and_of_a_shifted_one_large() -> None:
+def test_stability_index_of_one_distribution_is_small_and_of_a_shifted_one_large():
     random = np.random.default_rng(1)
     values = [random.normal(0.0, sd, 20_000) for sd in (1.0, 1.0, 2.0)]
     first, same, doubled = (histogram_of(count_magnitudes(x)) for x in values)

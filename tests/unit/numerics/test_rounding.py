@@ -1,7 +1,5 @@
 """Floating casts against an enumeration of all 256 codes, integer ones against int64, both against ONNX."""
 
-from __future__ import annotations
-
 import numpy as np
 import onnx
 import pytest

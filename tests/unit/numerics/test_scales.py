@@ -1,7 +1,5 @@
 """Scales: no saturation, no waste, exact in every float type; by rule, with the error that they predict."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from fractions import Fraction

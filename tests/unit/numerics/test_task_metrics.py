@@ -1,7 +1,5 @@
 """Task metrics against mpmath, brute force and closed forms; paired ΔAUC against DeLong and the bootstrap."""
 
-from __future__ import annotations
-
 import math
 
 import mpmath

@@ -1,7 +1,5 @@
 """Engines, evaluations and plans that a choice is made among."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from loka_onnx.core import serde

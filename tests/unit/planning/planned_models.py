@@ -1,7 +1,5 @@
 """A model with every kind of site, and profiles of it with chosen sensitivities."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 

@@ -1,6 +1,4 @@
-"""Which sites go, in which order, and how many: against figures worked out by hand."""
-
-from __future__ import annotations
+"""Which sites go, in which order, and how many, by figures of hand; how much of its error one may keep."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -22,10 +20,13 @@ from loka_onnx.core.evaluation import (
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.intervals import Interval
 from loka_onnx.core.plan import Decision, PrecisionPlan, SiteSpeed, SpeedVerdict, Verdict
-from loka_onnx.core.profile import SiteProfile
-from loka_onnx.core.recipe import PER_TENSOR
+from loka_onnx.core.profile import Profile, SiteProfile
+from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR
 from loka_onnx.core.refinement import Returned
+from loka_onnx.planning.climbing import Goal, affordable_kl
+from loka_onnx.planning.high_error_channels import LEAST, MOST, SURE, errors_to_leave
 from loka_onnx.planning.ladder import ROOM, Ladder
+from loka_onnx.planning.policy import PlanOptions
 
 KL = {"fc0": kl_of(1e-4), "fc1": kl_of(4e-4), "fc2": kl_of(1e-4)}
 """Of a budget of 1e-3, of which half is allowed to KL. For each operation fc1 costs most, fc2 least."""
@@ -93,7 +94,7 @@ def test_known_times_decide_what_is_worth_its_cost(model):
     assert [each.sites for each in other.returned] == [("fc1",)]
 
 
-def test_the_predicted_time_follows(model: ModelArtifact) -> None:
+def test_the_predicted_time_follows(model):
     giving = Ladder(model, profile_of(model, KL), (CTR,), SPEEDS)
     known = replace(plan(model, *ALL), predicted_us={"gpu": {"10": 100.0}, "b": {"10": 7.0}}, device="gpu")
     found = giving.revert_sites(known, evaluation(measured(1e-3, 1.05e-3)), "gpu")
@@ -107,7 +108,7 @@ def test_the_predicted_time_follows(model: ModelArtifact) -> None:
     assert still.plan.predicted_us == {"gpu": {"10": pytest.approx(102.0)}}
 
 
-def test_sites_that_share_a_tensor_go_together(model: ModelArtifact) -> None:
+def test_sites_that_share_a_tensor_go_together(model):
     profile = replace(profile_of(model, KL), groups=(group("x", ("fc0", "fc1"), {"ctr": kl_of(4.5e-4)}),))
     quick = (speed("fc0", 2.0, "x", 1.0), speed("fc1", 2.0, "x", 1.0), SPEEDS[2])
     giving = Ladder(model, profile, (CTR,), quick)
@@ -120,7 +121,7 @@ def test_sites_that_share_a_tensor_go_together(model: ModelArtifact) -> None:
     assert found.plan.predicted_kl == {"ctr": pytest.approx(1e-4)}
 
 
-def test_what_the_user_forced_stays(model: ModelArtifact) -> None:
+def test_what_the_user_forced_stays(model):
     giving = Ladder(model, profile_of(model, KL), (CTR,), (), forced=("fc1",))
     missed = evaluation(measured(6e-4, 1.05e-3))
     found = giving.revert_sites(plan(model, *ALL), missed, "gpu")
@@ -162,7 +163,7 @@ def test_rungs_are_nested_and_each_site_is_worth_more_than_the_next(model, seed,
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_no_label_moves_a_site(model: ModelArtifact, seed: int) -> None:
+def test_no_label_moves_a_site(model, seed):
     """Other labels are other labelled parts, and the same KL."""
     profile = profile_of(model, {name: kl_of(value) for name, value in random_kl(seed).items()})
     random = np.random.default_rng(seed)
@@ -176,3 +177,35 @@ def test_no_label_moves_a_site(model: ModelArtifact, seed: int) -> None:
     for device in ("gpu", "another"):
         before, after = (Ladder(model, p, (CTR,), SPEEDS).rungs(ALL, device) for p in (profile, other))
         assert before == after
+
+
+ROWS = {"selection": 100_000, "certification": 100_000}
+AFFORDABLE = affordable_kl(CTR.budget, Goal.of(0, 0.05), ROWS)
+"""KL of all products together that certification should pass."""
+SURE_TO_PASS = 0.99 * affordable_kl(CTR.budget, replace(Goal.of(0, 0.05), chance=SURE), ROWS)
+"""And one that it is all but sure to pass."""
+
+
+def left_of(model: ModelArtifact, profile: Profile, *keep: str) -> dict[str, float]:
+    return errors_to_leave(model, profile, (CTR,), (PER_CHANNEL_WEIGHT,), PlanOptions(keep=keep), ROWS)
+
+
+def test_sites_that_do_not_fit_share_a_part_of_what_the_others_leave(model):
+    kl = {"fc0": kl_of(5 * AFFORDABLE), "fc1": kl_of(0.2 * AFFORDABLE), "fc2": kl_of(20 * AFFORDABLE)}
+    left = left_of(model, profile_of(model, kl))
+    assert left == pytest.approx({"fc0": 0.8 / 2 / 5, "fc2": 0.8 / 2 / 20})
+    # Where little is left, a part of all is shared.
+    kl = {"fc0": kl_of(5 * AFFORDABLE), "fc1": kl_of(SURE_TO_PASS)}
+    room = max(LEAST, 1.0 - SURE_TO_PASS / AFFORDABLE)
+    assert left_of(model, profile_of(model, kl)) == pytest.approx({"fc0": room / 5})
+    # A site that would only just pass is cut down.
+    profile = profile_of(model, {"fc0": kl_of(SURE_TO_PASS), "fc1": kl_of(0.98 * AFFORDABLE - SURE_TO_PASS)})
+    assert list(left_of(model, profile).values()) == [MOST]
+
+
+def test_fitting_kept_and_thin_sites_are_left_out(model):
+    harm = kl_of(5 * AFFORDABLE)
+    profile = profile_of(model, {"fc0": harm, "thin": harm, "dot": harm})
+    assert set(left_of(model, profile)) == {"fc0"}
+    assert left_of(model, profile, "fc0") == {}
+    assert left_of(model, profile_of(model, {})) == {}

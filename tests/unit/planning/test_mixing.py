@@ -1,7 +1,5 @@
 """The plan `mixed`: the format of each tensor's products."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Times of shapes that were not measured."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from statistics import median
 
@@ -39,7 +37,7 @@ ALONE = [timing for timing in shipped_timings("nvidia-h100") if timing.kernel.na
 H100 = {model.kernel.name: model for model in TimeTable(ALONE).models.values()}
 
 
-def test_measured_shapes_answer_with_what_was_measured() -> None:
+def test_measured_shapes_answer_with_what_was_measured():
     for model in H100.values():
         for known in (t for t in shipped_timings("nvidia-h100") if t.kernel == model.kernel):
             found = model.estimate(known.shape)
@@ -81,21 +79,21 @@ def leave_one_out(model: KernelModel) -> list[tuple[Estimate, float]]:
     ("name", "most_median", "most"),
     [("mm", 0.1, 0.45), ("scaled_mm", 0.1, 0.45), ("scaled_mm-row_wise", 0.12, 0.75), (QUANTIZE, 0.1, 0.45)],
 )
-def test_leave_one_out_on_the_shipped_records(name: str, most_median: float, most: float) -> None:
+def test_leave_one_out_on_the_shipped_records(name, most_median, most):
     errors = [abs(found.us / us - 1.0) for found, us in leave_one_out(H100[name])]
     assert median(errors) < most_median
     assert max(errors) < most
 
 
 @pytest.mark.slow
-def test_the_standard_error_is_the_size_of_the_errors_that_are_seen() -> None:
+def test_the_standard_error_is_the_size_of_the_errors_that_are_seen():
     """Left out one by one, about two thirds of the times lie inside one standard error."""
     pairs = [pair for model in H100.values() for pair in leave_one_out(model)]
     inside = [abs(found.us - us) <= found.error_us for found, us in pairs]
     assert 0.5 < np.mean(inside) < 0.95
 
 
-def test_more_work_takes_more_time() -> None:
+def test_more_work_takes_more_time():
     """Monotone but for the little that measured neighbours disagree by."""
     for model in H100.values():
         is_cast = model.kernel.name == QUANTIZE
@@ -144,7 +142,7 @@ def compared(*timings, shape=HERE, scales=PER_TENSOR):
     return None if found is None else (found[0].us, found[1].us)
 
 
-def test_what_engines_run_is_held_against_what_engines_run() -> None:
+def test_what_engines_run_is_held_against_what_engines_run():
     assert compared(*ALONE_HERE) == (5.0, 3.0)
     assert compared(*ALONE_HERE, timing(BUILT, HERE, 7.0), timing(BUILT8, HERE, 6.0)) == (7.0, 6.0)
     # A time with what follows the product says nothing beside one without.

@@ -1,7 +1,5 @@
 """Ratios of times, load by load."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
@@ -40,7 +38,7 @@ def test_what_slows_both_cancels_and_requests_that_stall_do_not_move_the_ratio()
     assert (found.value, found.lower, found.upper) == pytest.approx((2.0, 2.0, 2.0))
 
 
-def test_of_two_engines_it_is_the_paired_t_interval_of_the_logarithms() -> None:
+def test_of_two_engines_it_is_the_paired_t_interval_of_the_logarithms():
     rng = np.random.default_rng(5)
     ours, theirs = np.exp(rng.normal(4, 0.05, (2, 7)))
     found = speed(b8=(8 * ours).tolist()).over(speed(b8=(8 * theirs).tolist()))
@@ -50,7 +48,7 @@ def test_of_two_engines_it_is_the_paired_t_interval_of_the_logarithms() -> None:
     assert (found.value, found.lower, found.upper) == pytest.approx((np.exp(change.mean()), lower, upper))
 
 
-def test_the_variance_is_pooled_over_rivals_and_the_risk_divided_among_their_pairs() -> None:
+def test_the_variance_is_pooled_over_rivals_and_the_risk_divided_among_their_pairs():
     rng = np.random.default_rng(6)
     times = np.exp(rng.normal(4, 0.01, (4, 6)) + rng.normal(0, 0.2, 6))
     speeds = rivals({f"e{n}": speed(b1=row.tolist()) for n, row in enumerate(times)})
@@ -92,7 +90,7 @@ def test_equal_engines_are_seldom_told_apart_and_three_percent_at_a_deviation_of
     assert right / 300 >= 0.8
 
 
-def test_more_loads_are_for_those_between_which_the_first_leave_the_choice_open() -> None:
+def test_more_loads_are_for_those_between_which_the_first_leave_the_choice_open():
     def timed(*us: float) -> tuple[Latency, ...]:
         return (latency(8, list(us)), latency(16, [2 * each for each in us]))
 
@@ -125,7 +123,7 @@ def test_more_loads_are_for_those_between_which_the_first_leave_the_choice_open(
     assert contenders(noisy, 0.01, 0.03) == ()
 
 
-def test_an_engine_that_is_surely_slower_than_any_is_not_alike() -> None:
+def test_an_engine_that_is_surely_slower_than_any_is_not_alike():
     """The fastest median is of an engine whose loads differ; another one is surely faster than the last."""
     loads = {
         "wild": [60.0] * 3 + [140.0] * 2 + [64.0],
@@ -137,7 +135,7 @@ def test_an_engine_that_is_surely_slower_than_any_is_not_alike() -> None:
     assert not_slower(speeds, 0.01) == ["wild", "fast"]
 
 
-def test_the_most_loads_are_for_those_that_look_apart_and_are_not_told_apart() -> None:
+def test_the_most_loads_are_for_those_that_look_apart_and_are_not_told_apart():
     """On a busy host, two of six loads took half as long again."""
     noisy = {
         "a": (latency(8, [100, 101, 150, 80, 160, 98]),),
@@ -159,7 +157,7 @@ def test_the_most_loads_are_for_those_that_look_apart_and_are_not_told_apart() -
     assert speeds["a"].is_slower(speeds["b"], 0.01)
 
 
-def test_engines_are_compared_by_the_least_time_of_each_load() -> None:
+def test_engines_are_compared_by_the_least_time_of_each_load():
     rng = np.random.default_rng(3)
 
     def busy(us: float) -> Speed:

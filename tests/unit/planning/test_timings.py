@@ -1,7 +1,5 @@
 """The database of kernel times."""
 
-from __future__ import annotations
-
 import sqlite3
 import subprocess
 import sys
@@ -9,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterable
 from contextlib import closing
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -35,7 +32,7 @@ def in_order(timings: Iterable[KernelTiming]) -> tuple[KernelTiming, ...]:
     return tuple(sorted(timings, key=lambda timing: (timing.kernel.key, timing.shape)))
 
 
-def test_what_is_written_is_read_and_the_last_time_of_a_kernel_on_a_shape_stands(tmp_path: Path) -> None:
+def test_what_is_written_is_read_and_the_last_time_of_a_kernel_on_a_shape_stands(tmp_path):
     later = replace(TIMINGS[0], us=3.0, provenance=replace(SOURCE, date="2026-11-22"))
     with TimingDatabase(tmp_path / "sub" / "timings.sqlite") as database:
         database.add(TIMINGS)
@@ -46,7 +43,7 @@ def test_what_is_written_is_read_and_the_last_time_of_a_kernel_on_a_shape_stands
         assert database.read("nvidia-h100") == in_order([later, *TIMINGS[1:3]])
 
 
-def test_a_time_of_another_device_of_that_name_is_measured_again(tmp_path: Path) -> None:
+def test_a_time_of_another_device_of_that_name_is_measured_again(tmp_path):
     """Run files call both of these nvidia-h100; one has half the memory bandwidth of the other."""
     shape, here = Shape(2, 3, 5), "NVIDIA H100 80GB HBM3"
     of_pcie = replace(TIMINGS[1], provenance=replace(SOURCE, device_name="NVIDIA H100 PCIe"))
@@ -58,7 +55,7 @@ def test_a_time_of_another_device_of_that_name_is_measured_again(tmp_path: Path)
         assert database.missing([(NARROW, shape)], here) == ()
 
 
-def test_an_impossible_time_in_a_file_is_refused(tmp_path: Path) -> None:
+def test_an_impossible_time_in_a_file_is_refused(tmp_path):
     with TimingDatabase(tmp_path / "a.sqlite") as database:
         database.add(TIMINGS[:1])
         database.export(tmp_path / "timings.json")
@@ -69,15 +66,12 @@ def test_an_impossible_time_in_a_file_is_refused(tmp_path: Path) -> None:
     assert caught.value.code == "E0715" and "-2.0 µs is no time of" in caught.value.evidence
 
 
-@pytest.mark.parametrize(
-    ("statement", "code", "evidence"),
-    [
-        ("PRAGMA application_id = 0", "E0714", "its application id is 0x0, not 0x4c4f4b41"),
-        ("PRAGMA user_version = 7", "E0711", "its version is 7, this loka-onnx reads 1"),
-        # A precision that this version does not know.
-        ("UPDATE timings SET precision = 'fp4'", "E0710", "'fp4' is not a valid Precision"),
-    ],
-)
+@pytest.mark.parametrize(("statement", "code", "evidence"), [
+    ("PRAGMA application_id = 0", "E0714", "its application id is 0x0, not 0x4c4f4b41"),
+    ("PRAGMA user_version = 7", "E0711", "its version is 7, this loka-onnx reads 1"),
+    # A precision that this version does not know.
+    ("UPDATE timings SET precision = 'fp4'", "E0710", "'fp4' is not a valid Precision"),
+])  # fmt: skip
 def test_what_is_no_such_database_is_refused(statement, code, evidence, tmp_path):
     path = tmp_path / "timings.sqlite"
     with TimingDatabase(path) as database:
@@ -115,7 +109,7 @@ for number in range(1, 61):
 
 
 @pytest.mark.slow
-def test_writers_of_several_processes_lose_nothing(tmp_path: Path) -> None:
+def test_writers_of_several_processes_lose_nothing(tmp_path):
     path, go = tmp_path / "timings.sqlite", tmp_path / "go"
     writers = [
         subprocess.Popen(
@@ -139,7 +133,7 @@ def test_writers_of_several_processes_lose_nothing(tmp_path: Path) -> None:
     assert mode == "wal"
 
 
-def test_shipped_times_of_the_h100_say_where_they_come_from() -> None:
+def test_shipped_times_of_the_h100_say_where_they_come_from():
     timings = shipped_timings("nvidia-h100")
     of_kernel = Counter((timing.kernel.name, timing.kernel.precision) for timing in timings)
     assert of_kernel["mm", Precision.BF16] == of_kernel["scaled_mm-row_wise", Precision.FP8] == 77
@@ -153,7 +147,7 @@ def test_shipped_times_of_the_h100_say_where_they_come_from() -> None:
     assert all("large weights from memory" in each.provenance.note for each in (wide, built))
 
 
-def test_measured_times_stand_before_shipped_ones(tmp_path: Path) -> None:
+def test_measured_times_stand_before_shipped_ones(tmp_path):
     path = tmp_path / "timings.sqlite"
     mine = KernelTiming(WIDE, Shape(4096, 4096, 4096), 150.0, 1.0, SOURCE, 15)
     with TimingDatabase(path) as database:

@@ -1,7 +1,5 @@
 """Norms as PyTorch's exporters write them, and what the tests ask of a model before and after a mod."""
 
-from __future__ import annotations
-
 import io
 import logging
 import warnings

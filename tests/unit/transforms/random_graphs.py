@@ -5,8 +5,6 @@ graph and its rewritten form agree to 1e-9 when both are evaluated in float64, a
 rounded again would show at 1e-8.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The sequence runner: mods are held against data, and what fails is rolled back and reported."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +83,7 @@ def gain(model: ModelArtifact) -> float:
     return float(onnx.numpy_helper.to_array(initializer(proto, name))[0])
 
 
-def test_a_mod_that_moves_an_output_is_rolled_back_and_reported(tmp_path: Path) -> None:
+def test_a_mod_that_moves_an_output_is_rolled_back_and_reported(tmp_path):
     model, log = run(tmp_path, BREAKS)
     record = log.records[0]
     largest = max(float(np.abs(batch["x"]).max()) for batch in ROWS)
@@ -123,15 +121,12 @@ def test_rounding_is_accepted_and_each_mod_is_held_against_the_last_good_model(t
     assert gain(model) == pytest.approx(0.5 + ROUNDS.step, abs=1e-7)
 
 
-@pytest.mark.parametrize(
-    ("mod", "evidence"),
-    [
-        (EditGain(np.nan), "moved output 'y' by inf"),
-        (WrongShape(), "ONNX Runtime"),
-        (Unloadable(), "ONNX Runtime refuses"),
-    ],
-)
-def test_a_mod_whose_model_does_not_run_is_rolled_back(mod: Mod[Any], evidence: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("mod", "evidence"), [
+    (EditGain(np.nan), "moved output 'y' by inf"),
+    (WrongShape(), "ONNX Runtime"),
+    (Unloadable(), "ONNX Runtime refuses"),
+])  # fmt: skip
+def test_a_mod_whose_model_does_not_run_is_rolled_back(mod, evidence, tmp_path):
     model, log = run(tmp_path, mod)
     assert log.records[0].rolled_back
     assert evidence in log.records[0].declined[-1].reason
@@ -140,13 +135,13 @@ def test_a_mod_whose_model_does_not_run_is_rolled_back(mod: Mod[Any], evidence: 
 
 
 @pytest.mark.parametrize("rows", [[], [{"x": np.zeros((0, 8), np.float32)}]])
-def test_no_rows_no_mods(rows: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_no_rows_no_mods(rows, tmp_path):
     with pytest.raises(TransformError) as caught:
         apply_mods(gained(tmp_path), rows, tmp_path / "after.onnx")
     assert caught.value.code == "E0608"
 
 
-def test_the_artifact_describes_the_model_after_the_mods(tmp_path: Path) -> None:
+def test_the_artifact_describes_the_model_after_the_mods(tmp_path):
     source = artifact(
         parse(
             "[fc] x1 = MatMul(x, w) s = Mul(x1, x1) v = ReduceMean(s, axes) e = Add(v, eps) r = Sqrt(e)"
@@ -217,9 +212,7 @@ def large(folder: Path, table: bool) -> ModelArtifact:
 
 
 @pytest.mark.parametrize("table", [True, False])
-def test_mods_are_checked_without_a_file_and_as_on_files(
-    table: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mods_are_checked_without_a_file_and_as_on_files(table, tmp_path, monkeypatch):
     monkeypatch.setattr(storage, "TABLE_LIMIT_BYTES", 0)
     model, written = large(tmp_path, table), []
     write = Exported.write
@@ -270,9 +263,7 @@ class Fails(EditGain):
 
 
 @pytest.mark.parametrize("stage", ["match", "rewrite", "export"])
-def test_a_mod_that_fails_is_left_out_and_the_rest_goes_on(
-    stage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mod_that_fails_is_left_out_and_the_rest_goes_on(stage, tmp_path, monkeypatch):
     monkeypatch.delenv(STRICT)
     model = gained(tmp_path)
     alone = apply_mods(model, ROWS, tmp_path / "alone.onnx", [ROUNDS])
@@ -288,14 +279,12 @@ def test_a_mod_that_fails_is_left_out_and_the_rest_goes_on(
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3), OSError(28, "full"), MemoryError()])
-def test_what_is_no_fault_of_the_mod_ends_the_run(
-    error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_no_fault_of_the_mod_ends_the_run(error, tmp_path, monkeypatch):
     monkeypatch.delenv(STRICT)
     with pytest.raises(type(error)):
         apply_mods(gained(tmp_path), ROWS, tmp_path / "out.onnx", [Fails("rewrite", error)])
 
 
-def test_a_mod_that_fails_is_an_error_where_that_is_asked_for(tmp_path: Path) -> None:
+def test_a_mod_that_fails_is_an_error_where_that_is_asked_for(tmp_path):
     with pytest.raises(KeyError, match="gone"):
         apply_mods(gained(tmp_path), ROWS, tmp_path / "out.onnx", [Fails("match")])

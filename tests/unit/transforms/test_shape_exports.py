@@ -1,7 +1,5 @@
 """The shape mods on what PyTorch's two exporters write: every mod finds its pattern in both forms."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 
@@ -104,7 +102,7 @@ def rewritten(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("exporter", EXPORTERS)
-def test_every_mod_finds_its_pattern(exporter: str, tmp_path: Path) -> None:
+def test_every_mod_finds_its_pattern(exporter, tmp_path):
     torch.manual_seed(0)
     _, model, log = rewritten(Forms(), exporter, tmp_path)
     applied = {record.transform for record in log.records if record.applied}
@@ -138,7 +136,7 @@ MERGED = {
 @pytest.mark.slow
 @pytest.mark.parametrize("exporter", EXPORTERS)
 @pytest.mark.parametrize("name", MERGED)
-def test_the_models_of_the_zoo(name: str, exporter: str, tmp_path: Path) -> None:
+def test_the_models_of_the_zoo(name, exporter, tmp_path):
     source, model, log = rewritten(create(name, FEATURES, "tiny"), exporter, tmp_path)
     assert {record.transform for record in log.records if record.applied} >= {"merge-gathers", "join-parts"}
     groups = [site.merged_from for site in model.sites if site.merged_from]

@@ -1,9 +1,6 @@
 """A norm's scale and shift move into the linears that alone read it, and nowhere else."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -46,53 +43,30 @@ FOLDED = {
     "rms": Case("[norm] n = RMSNormalization<axis=-1>(x, gain) [fc] y = Gemm(n, w, b)", opset=23),
     "three_linears": Case(
         f"{LAYER} [q] u = MatMul(n, w) [k] v = Gemm(n, w, b) [v] p = MatMul(n, w2) s = Add(u, v)"
-        " y = Mul(s, p)",
-        {"w2": weight(8, 4) + 1},
-    ),
+        " y = Mul(s, p)", {"w2": weight(8, 4) + 1}),
     "a_weight_that_another_linear_reads": Case(
-        f"{LAYER} [fc] h = MatMul(n, w) [other] k = MatMul(x, w) y = Add(h, k)", {"w": weight(8, 8)}
-    ),
-    "left_of_a_transposed_norm": Case(
-        f"{LAYER} t = Transpose<perm=[0,2,1]>(n) [fc] y = MatMul(w, t)", {"w": W.T}, "float[batch,3,8] x"
-    ),
-    "flattened": Case(
-        f"{LAYER} f = Flatten<axis=1>(n) [fc] y = MatMul(f, w)", {"w": weight(24, 4)}, "float[batch,3,8] x"
-    ),
+        f"{LAYER} [fc] h = MatMul(n, w) [other] k = MatMul(x, w) y = Add(h, k)", {"w": weight(8, 8)}),
+    "left_of_a_transposed_norm": Case(f"{LAYER} t = Transpose<perm=[0,2,1]>(n) [fc] y = MatMul(w, t)",
+        {"w": W.T}, "float[batch,3,8] x"),
+    "flattened": Case(f"{LAYER} f = Flatten<axis=1>(n) [fc] y = MatMul(f, w)", {"w": weight(24, 4)},
+        "float[batch,3,8] x"),
     "reshaped_with_a_length_that_zero_copies": Case(
         f"{LAYER} f = Reshape(n, halves) g = Reshape(f, rows) [fc] y = MatMul(g, w)",
-        {"halves": [0, 0, 2, 4], "rows": [0, -1, 8]},
-        "float[batch,3,8] x",
-    ),
+        {"halves": [0, 0, 2, 4], "rows": [0, -1, 8]}, "float[batch,3,8] x"),
     "reshaped_by_a_computed_shape": Case(
         f"{LAYER} s = Shape<start=0, end=1>(x) t = Concat<axis=0>(s, rest) f = Reshape(n, t)"
-        " [fc] y = MatMul(f, w)",
-        {"w": weight(24, 4), "rest": [-1]},
-        "float[batch,3,8] x",
-    ),
-    "two_ways": Case(
-        f"{LAYER} f = Flatten<axis=1>(n) [a] u = MatMul(f, w24) t = Transpose<perm=[0,2,1]>(n)"
+        " [fc] y = MatMul(f, w)", {"w": weight(24, 4), "rest": [-1]}, "float[batch,3,8] x"),
+    "two_ways": Case(f"{LAYER} f = Flatten<axis=1>(n) [a] u = MatMul(f, w24) t = Transpose<perm=[0,2,1]>(n)"
         " [b] v = MatMul(left, t) g = Flatten<axis=1>(v) [c] p = MatMul(g, w2) y = Add(u, p)",
-        {"w24": weight(24, 4), "left": W.T, "w2": weight(12, 4)},
-        "float[batch,3,8] x",
-    ),
+        {"w24": weight(24, 4), "left": W.T, "w2": weight(12, 4)}, "float[batch,3,8] x"),
     "two_axes": Case(
         "[norm] n = LayerNormalization<axis=-2>(x, gain, shift) f = Flatten<axis=1>(n) [fc] y = MatMul(f, w)",
-        {"w": weight(24, 4), "gain": weight(3, 8), "shift": weight(8, 3).T},
-        "float[batch,3,8] x",
-    ),
-    "group": Case(
-        "[norm] n = GroupNormalization<num_groups=2>(x, gain, shift) f = Flatten<axis=1>(n)"
-        " [fc] y = MatMul(f, w)",
-        {"w": weight(40, 4)},
-        "float[batch,8,5] x",
-        outputs="float[batch,4] y",
-    ),
-    "instance": Case(
-        "[norm] n = InstanceNormalization(x, gain, shift) t = Transpose<perm=[0,2,1]>(n)"
-        " [fc] y = MatMul(t, w)",
-        inputs="float[batch,8,5] x",
-    ),
-}
+        {"w": weight(24, 4), "gain": weight(3, 8), "shift": weight(8, 3).T}, "float[batch,3,8] x"),
+    "group": Case("[norm] n = GroupNormalization<num_groups=2>(x, gain, shift) f = Flatten<axis=1>(n)"
+        " [fc] y = MatMul(f, w)", {"w": weight(40, 4)}, "float[batch,8,5] x", outputs="float[batch,4] y"),
+    "instance": Case("[norm] n = InstanceNormalization(x, gain, shift) t = Transpose<perm=[0,2,1]>(n)"
+        " [fc] y = MatMul(t, w)", inputs="float[batch,8,5] x"),
+}  # fmt: skip
 
 
 def norm_of(model: onnx.ModelProto) -> onnx.NodeProto:
@@ -100,7 +74,7 @@ def norm_of(model: onnx.ModelProto) -> onnx.NodeProto:
 
 
 @pytest.mark.parametrize("name", FOLDED)
-def test_scale_and_shift_move_into_every_linear(name: str, tmp_path: Path) -> None:
+def test_scale_and_shift_move_into_every_linear(name, tmp_path):
     before = FOLDED[name].model()
     result = fused(artifact(before, tmp_path / "before.onnx"), tmp_path, (FoldNormAffine,))
     assert len(result.applied) == 1, result.reasons
@@ -116,7 +90,7 @@ def test_scale_and_shift_move_into_every_linear(name: str, tmp_path: Path) -> No
     assert {node.name for node in before.graph.node} <= {node.name for node in result.after.graph.node}
 
 
-def test_the_normalized_value_has_a_known_range(tmp_path: Path) -> None:
+def test_the_normalized_value_has_a_known_range(tmp_path):
     """What the docstring promises: |z| ≤ √(K−1), reached by a row with one element that differs."""
     source = artifact(FOLDED["gemm"].model(), tmp_path / "before.onnx")
     after = fused(source, tmp_path, (FoldNormAffine,)).after
@@ -127,48 +101,27 @@ def test_the_normalized_value_has_a_known_range(tmp_path: Path) -> None:
 
 
 DECLINED = {
-    "interaction": Case(
-        f"{LAYER} t = Transpose<perm=[0,2,1]>(n) [dot] y = MatMul(n, t)",
-        inputs="float[batch,3,8] x",
-        why="'dot' reads it, a MatMul",
-    ),
-    "constant_scale_missing": Case(
-        "[norm] n = LayerNormalization(x, g, shift) [fc] y = MatMul(n, w)",
-        inputs="float[batch,8] x, float[8] g",
-        why="they are not constant",
-    ),
-    "left_of_the_norm": Case(
-        f"{LAYER} [fc] y = MatMul(w, n)",
-        {"w": weight(4, 3)},
-        "float[batch,3,8] x",
-        why="a row of a weight meets several channels",
-    ),
+    "interaction": Case(f"{LAYER} t = Transpose<perm=[0,2,1]>(n) [dot] y = MatMul(n, t)",
+        inputs="float[batch,3,8] x", why="'dot' reads it, a MatMul"),
+    "constant_scale_missing": Case("[norm] n = LayerNormalization(x, g, shift) [fc] y = MatMul(n, w)",
+        inputs="float[batch,8] x, float[8] g", why="they are not constant"),
+    "left_of_the_norm": Case(f"{LAYER} [fc] y = MatMul(w, n)", {"w": weight(4, 3)}, "float[batch,3,8] x",
+        why="a row of a weight meets several channels"),
     "scale_over_two_axes": Case(
         "[norm] n = LayerNormalization<axis=-2>(x, gain, shift) [fc] y = MatMul(n, w)",
-        {"gain": weight(3, 8), "shift": weight(3, 8)},
-        "float[batch,3,8] x",
-        why="a row of a weight meets several channels",
-    ),
-    "as_a_bias": Case(
-        f"{LAYER} [fc] y = Gemm(x, w, n)",
-        {"w": weight(8, 8)},
-        why="'fc' reads it: a Gemm whose third operand is not a constant bias of N elements",
-    ),
-    "unknown_length": Case(
-        f"{LAYER} [fc] y = MatMul(n, w)",
-        inputs="float[batch,tokens,8] x",
-        why="the length of axis 'tokens' is not known",
-    ),
-    "statistics_read": Case(
-        "[norm] n, mean = LayerNormalization(x, gain, shift) [fc] y = MatMul(n, w)",
-        outputs="y, mean",
-        why="its statistics are read as well",
-    ),
-}
+        {"gain": weight(3, 8), "shift": weight(3, 8)}, "float[batch,3,8] x",
+        why="a row of a weight meets several channels"),
+    "as_a_bias": Case(f"{LAYER} [fc] y = Gemm(x, w, n)", {"w": weight(8, 8)},
+        why="'fc' reads it: a Gemm whose third operand is not a constant bias of N elements"),
+    "unknown_length": Case(f"{LAYER} [fc] y = MatMul(n, w)", inputs="float[batch,tokens,8] x",
+        why="the length of axis 'tokens' is not known"),
+    "statistics_read": Case("[norm] n, mean = LayerNormalization(x, gain, shift) [fc] y = MatMul(n, w)",
+        outputs="y, mean", why="its statistics are read as well"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", DECLINED)
-def test_a_norm_with_another_use_keeps_its_scale(name: str, tmp_path: Path) -> None:
+def test_a_norm_with_another_use_keeps_its_scale(name, tmp_path):
     case = DECLINED[name]
     why = {"norm": f"its scale and shift stay: {case.why}"}
     assert_left_alone(replace(case, why=why), FoldNormAffine(), tmp_path)

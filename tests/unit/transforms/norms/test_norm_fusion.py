@@ -1,7 +1,5 @@
 """LayerNorm and RMSNorm: every decomposed form is fused and equal, every near miss is left alone."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,32 +92,21 @@ TRAILING = {
 PER_TOKEN = np.linspace(0.5, 1.5, 4, dtype=np.float32).reshape(4, 1)
 WHOLE = np.linspace(0.5, 1.5, 32, dtype=np.float32).reshape(4, 8)
 FORMS: dict[str, tuple[Body, tuple[Any, ...], tuple[str, ...]]] = {
-    **{
-        f"{Body(centred).op()}-{square}-{root}": (Body(centred, SQUARES[square], ROOTS[root]), (), ())
-        for centred in (True, False)
-        for square in SQUARES
-        for root in ROOTS
-    },
-    **{
-        f"{Body(centred).op()}-{axes}": (
-            Body(centred, shape=TRAILING[axes][0], axes=TRAILING[axes][1]),
-            (),
-            (),
-        )
-        for centred in (True, False)
-        for axes in TRAILING
-    },
+    **{f"{Body(centred).op()}-{square}-{root}": (Body(centred, SQUARES[square], ROOTS[root]), (), ())
+        for centred in (True, False) for square in SQUARES for root in ROOTS},
+    **{f"{Body(centred).op()}-{axes}": (Body(centred, shape=TRAILING[axes][0], axes=TRAILING[axes][1]), (), (
+        )) for centred in (True, False) for axes in TRAILING},
     **{f"scaled_by_{name}": (Body(affine=SCALED), values, ()) for name, values in AFFINE.items()},
     **{f"turned_by_{name}": (Body(affine=TURNED), values, ()) for name, values in AFFINE.items()},
     # RMSNorm takes the scale and leaves the bias.
     **{f"rms_by_{name}": (Body(False, affine=SCALED), values, ("Add",)) for name, values in AFFINE.items()},
     "per_token": (Body(affine="n = Mul(q, scale)", shape=(4, 8)), (PER_TOKEN,), ("Mul",)),
     "whole": (Body(affine="n = Mul(q, scale)", shape=(4, 8)), (WHOLE,), ("Mul",)),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_every_form_is_fused_and_equal_to_the_formula(name: str, tmp_path: Path) -> None:
+def test_every_form_is_fused_and_equal_to_the_formula(name, tmp_path):
     body, affine, left = FORMS[name]
     outcome = fuse(body.model(dict(zip(("scale", "bias"), affine, strict=False))), body.mod(), tmp_path)
     assert outcome.ops == [body.op(), *left, "Relu"]
@@ -132,14 +119,11 @@ SPELLINGS = {
     "mean_computed_twice": Body(square="m2 = ReduceMean(x, axes) d2 = Sub(x, m2) s = Mul(d2, d2)"),
     "difference_computed_twice": Body(square="d2 = Sub(x, m) d3 = Sub(x, m) s = Mul(d2, d3)"),
     "axes_restored": Body(variance="u = ReduceMean<keepdims=0>(s, axes) v = Unsqueeze(u, axes)"),
-    "axes_restored_behind_the_root": Body(
-        variance="v = ReduceMean<keepdims=0>(s, axes)",
-        root="t = Sqrt(e) r = Unsqueeze(t, axes) q = Div(d, r)",
-    ),
+    "axes_restored_behind_the_root": Body(variance="v = ReduceMean<keepdims=0>(s, axes)",
+        root="t = Sqrt(e) r = Unsqueeze(t, axes) q = Div(d, r)"),
     "reshaped_by_a_computed_shape": Body(
         variance="u = ReduceMean<keepdims=0>(s, axes) z = Shape(u) w = Concat<axis=0>(z, ones)"
-        " v = Reshape(u, w)"
-    ),
+        " v = Reshape(u, w)"),
     "expanded": Body(root="t = Sqrt(e) z = Shape(x) r = Expand(t, z) q = Div(d, r)"),
     "sum_over_count": Body(variance="u = ReduceSum(s, axes) v = Div(u, eight)"),
     "sum_times_reciprocal": Body(variance="u = ReduceSum(s, axes) v = Mul(u, eighth)"),
@@ -152,19 +136,19 @@ SPELLINGS = {
     "sum_of_16": Body(shape=(16,), variance="v = ReduceSum(s, axes)"),
     "rms_sum_of_16": Body(centred=False, shape=(16,), variance="v = ReduceSum(s, axes)"),
     "rms_scaled_first": Body(centred=False, root="r = Sqrt(e) g = Mul(two, d) q = Div(g, r)"),
-}
+}  # fmt: skip
 NUMBERS = {"eight": 8.0, "eighth": 0.125, "zero": 0.0, "ones": np.array([1], np.int64)}
 
 
 @pytest.mark.parametrize("case", SPELLINGS)
-def test_other_spellings_are_fused(case: str, tmp_path: Path) -> None:
+def test_other_spellings_are_fused(case, tmp_path):
     body = SPELLINGS[case]
     outcome = fuse(body.model(NUMBERS), body.mod(), tmp_path)
     assert outcome.ops == [body.op(), "Relu"]
     assert_equal(outcome)
 
 
-def test_a_factor_that_is_an_activation_stays(tmp_path: Path) -> None:
+def test_a_factor_that_is_an_activation_stays(tmp_path):
     body = Body(affine="gate = Sigmoid(x) n = Mul(q, gate)")
     outcome = fuse(body.model(), body.mod(), tmp_path)
     assert sorted(outcome.ops) == ["LayerNormalization", "Mul", "Relu", "Sigmoid"]
@@ -183,7 +167,7 @@ DECLINED = {
 
 
 @pytest.mark.parametrize("case", DECLINED)
-def test_a_shared_intermediate_is_declined_with_the_reason(case: str, tmp_path: Path) -> None:
+def test_a_shared_intermediate_is_declined_with_the_reason(case, tmp_path):
     body = DECLINED[case]
     before = body.model()
     outcome = fuse(before, body.mod(), tmp_path)
@@ -211,7 +195,7 @@ def test_mean_and_variance_over_different_axes_or_tensors_are_an_rms_norm(source
     assert_equal(outcome)
 
 
-def test_unknown_lengths_and_float64_are_declined(tmp_path: Path) -> None:
+def test_unknown_lengths_and_float64_are_declined(tmp_path):
     model = Body().model()
     for info in (model.graph.input[0], model.graph.output[0]):
         info.type.tensor_type.shape.dim[1].dim_param = "width"
@@ -224,10 +208,7 @@ def test_unknown_lengths_and_float64_are_declined(tmp_path: Path) -> None:
     assert "only FP32 norms" in found.declined[0].reason
 
 
-# Names ------------------------------------------------------------------------------------------------
-
-
-def test_the_fused_node_takes_the_module_path_or_the_name_of_its_operator(tmp_path: Path) -> None:
+def test_the_fused_node_takes_the_module_path_or_the_name_of_its_operator(tmp_path):
     body = Body(affine="g = Mul(q, scale) n = Add(g, bias)")
     model = body.model({"scale": SCALE, "bias": BIAS})
     # A tensor that bears the module's name does not push the node off it.
@@ -245,7 +226,7 @@ def test_the_fused_node_takes_the_module_path_or_the_name_of_its_operator(tmp_pa
 
 
 @pytest.mark.parametrize("centred", [True, False], ids=["layer_norm", "rms_norm"])
-def test_a_norm_that_is_the_output_keeps_the_output_name(centred: bool, tmp_path: Path) -> None:
+def test_a_norm_that_is_the_output_keeps_the_output_name(centred, tmp_path):
     body = Body(centred)
     model = body.model()
     del model.graph.node[-1]
@@ -255,10 +236,7 @@ def test_a_norm_that_is_the_output_keeps_the_output_name(centred: bool, tmp_path
     assert [o.name for o in outcome.after.graph.output] == ["y"]
 
 
-# RMSNorm needs a newer operator set -------------------------------------------------------------------
-
-
-def test_rms_norm_moves_the_model_to_operator_set_23(tmp_path: Path) -> None:
+def test_rms_norm_moves_the_model_to_operator_set_23(tmp_path):
     outcome = fuse(Body(centred=False).model(), FuseRMSNorm, tmp_path)
     assert [(o.domain, o.version) for o in outcome.after.opset_import] == [("", 23)]
     assert [o.version for o in fuse(Body().model(), FuseLayerNorm, tmp_path).after.opset_import] == [21]
@@ -305,7 +283,7 @@ EXTRA = {
 
 
 @pytest.mark.parametrize("case", NEAR_MISSES)
-def test_a_near_miss_is_left_alone(case: str, tmp_path: Path) -> None:
+def test_a_near_miss_is_left_alone(case, tmp_path):
     body = NEAR_MISSES[case]
     records = [fuse(body.model(EXTRA), mod, tmp_path / mod.name) for mod in (FuseLayerNorm, FuseRMSNorm)]
     assert [record.applied for record in records] == [(), ()]

@@ -4,8 +4,6 @@
 takes 1.6 GB, so that the tests do not install it.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 
@@ -57,7 +55,7 @@ def parsed(text: str) -> onnx.ModelProto:
 
 @pytest.mark.parametrize("opset", OPSETS)
 @pytest.mark.parametrize("name", FUSED)
-def test_every_form_becomes_one_operator(name: str, opset: int, tmp_path: Path) -> None:
+def test_every_form_becomes_one_operator(name, opset, tmp_path):
     result = fused(taken_in(parsed(transcribed()[name, opset]), tmp_path), tmp_path)
     assert result.ops == FUSED[name], result.reasons
     norm = next(node for node in result.after.graph.node if node.op_type.endswith("Normalization"))
@@ -70,12 +68,12 @@ def test_every_form_becomes_one_operator(name: str, opset: int, tmp_path: Path) 
 @pytest.mark.parametrize(
     "name", ["norm", "l2_normalize", "unit_norm", "layer_norm_without_mean", "group_norm_of_last_channels"]
 )
-def test_a_near_miss_is_left_alone(name: str, opset: int, tmp_path: Path) -> None:
+def test_a_near_miss_is_left_alone(name, opset, tmp_path):
     assert fused(taken_in(parsed(transcribed()[name, opset]), tmp_path), tmp_path).applied == ()
 
 
 @pytest.mark.parametrize("opset", OPSETS)
-def test_batch_norm_behind_dense_is_folded(opset: int, tmp_path: Path) -> None:
+def test_batch_norm_behind_dense_is_folded(opset, tmp_path):
     model = taken_in(parsed(transcribed()["dense_batch_norm", opset]), tmp_path)
     result = fused(model, tmp_path, (*FUSIONS, *FOLDS))
     assert result.ops == ["MatMul", "Add"]

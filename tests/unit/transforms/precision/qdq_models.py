@@ -1,7 +1,5 @@
 """Models with every spelling of a matrix product, plans that quantize them, and placement of the pairs."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Constants written into a planned graph: where they go, what they add, and that nothing is left of them."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -133,7 +131,7 @@ def as_scores(case: Case, outputs: Arrays) -> Arrays:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_outputs_move_by_what_is_added(name: str, tmp_path: Path) -> None:
+def test_outputs_move_by_what_is_added(name, tmp_path):
     case = CASES[name]
     before = model_of(case)
     graph = GraphModel.load(artifact(before, tmp_path / "before.onnx").path)
@@ -159,7 +157,7 @@ def test_outputs_move_by_what_is_added(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("base", [Precision.FP32, Precision.BF16])
-def test_a_plan_is_written_with_its_corrections(base: Precision, tmp_path: Path) -> None:
+def test_a_plan_is_written_with_its_corrections(base, tmp_path):
     body = "[fc] h = Gemm(x, w, b) r = Relu(h) [head] s = MatMul(r, w2) y = Squeeze(s, last)"
     constants = {"w": weight(K, N), "b": np.linspace(-1, 1.1, N), "w2": weight(N, 1), "last": np.array([-1])}
     source = artifact(
@@ -262,9 +260,7 @@ FOLDING = [
 
 
 @pytest.mark.parametrize("case", NARROW + FOLDING)
-def test_outputs_move_by_their_constant_which_goes_into_a_bias_that_stays_in_fp32(
-    case: tuple[str, Precision, float, tuple[str, ...], tuple[str, ...], bool], tmp_path: Path
-) -> None:
+def test_outputs_move_by_their_constant_which_goes_into_a_bias_that_stays_in_fp32(case, tmp_path):
     head, base, value, wide, fp32, folds = case
     kind = PROBABILITY if head == "probability" else LOGIT
     constant = Corrections((), (OutputConstant("y", kind, value),))
@@ -276,7 +272,7 @@ def test_outputs_move_by_their_constant_which_goes_into_a_bias_that_stays_in_fp3
     np.testing.assert_allclose(done.moved(is_probability=kind is PROBABILITY), value, rtol=0, atol=atol)
 
 
-def test_a_site_bias_that_rounding_takes_is_left_out_by_the_sum_over_channels(tmp_path: Path) -> None:
+def test_a_site_bias_that_rounding_takes_is_left_out_by_the_sum_over_channels(tmp_path):
     # −2.3 + .002 is −2.296875 in BF16, as −2.3 is: all is lost. At 1.25 BF16 numbers are 2⁻⁷ apart, and
     # 3 · 2⁻⁹ becomes 2⁻⁷: an error of a third, 1/9 of the energy.
     lost = typed(HEADS["gemm"], Precision.BF16, Corrections((bias([[0.002]]),)), tmp_path / "lost")
@@ -315,7 +311,7 @@ def test_a_site_bias_that_rounding_takes_is_left_out_by_the_sum_over_channels(tm
     )
 
 
-def test_corrections_of_another_model_are_refused(tmp_path: Path) -> None:
+def test_corrections_of_another_model_are_refused(tmp_path):
     case = CASES["sigmoid"]
     model = model_of(replace(case, body=case.body.replace("Sigmoid", "Tanh")))
     graph = GraphModel.load(artifact(model, tmp_path / "m.onnx").path)

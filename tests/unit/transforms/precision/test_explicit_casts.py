@@ -1,7 +1,5 @@
 """Strong typing in BF16 and FP16: which tensors carry which type, and what is refused."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,9 +81,7 @@ ignores the norm is off by more than 1."""
 
 
 @both_bases
-def test_everything_between_inputs_and_outputs_is_rounded_once_to_the_base(
-    base: Precision, tmp_path: Path
-) -> None:
+def test_everything_between_inputs_and_outputs_is_rounded_once_to_the_base(base, tmp_path):
     typed = cast(mlp(), base, tmp_path)
     before = onnx.load(typed.source.path)
     assert list(typed.model.graph.input) == list(before.graph.input)
@@ -110,11 +106,8 @@ def test_everything_between_inputs_and_outputs_is_rounded_once_to_the_base(
         np.testing.assert_allclose(found, exact, rtol=0, atol=TOLERANCES[base])
 
 
-# What stays in FP32 -----------------------------------------------------------------------------------
-
-
 @both_bases
-def test_a_site_kept_in_fp32_stands_between_casts(base: Precision, tmp_path: Path) -> None:
+def test_a_site_kept_in_fp32_stands_between_casts(base, tmp_path):
     typed = cast(mlp(), base, tmp_path, fp32=("ln",))
     norm = named(typed.model, "ln")
     assert typed.fp32_tensors() == {"x", "y", *norm.input, *norm.output}
@@ -124,7 +117,7 @@ def test_a_site_kept_in_fp32_stands_between_casts(base: Precision, tmp_path: Pat
 
 
 @both_bases
-def test_a_kept_site_at_input_and_output_needs_no_cast(base: Precision, tmp_path: Path) -> None:
+def test_a_kept_site_at_input_and_output_needs_no_cast(base, tmp_path):
     model = parse(
         "[ln] y = LayerNormalization(x, g) [fc] z = MatMul(y, w)",
         {"g": np.ones(8), "w": np.eye(8)},
@@ -137,7 +130,7 @@ def test_a_kept_site_at_input_and_output_needs_no_cast(base: Precision, tmp_path
     assert op_types(typed.model) == ["LayerNormalization", "Cast", "MatMul", "Cast"]
 
 
-def test_a_kept_site_that_the_graph_lacks_is_our_bug(tmp_path: Path) -> None:
+def test_a_kept_site_that_the_graph_lacks_is_our_bug(tmp_path):
     source = artifact(mlp(), tmp_path / "m.onnx")
     lost = Decision("gone", Precision.FP32, None, Verdict.NOT_JUDGED, "test")
     plan = PrecisionPlan("bf16", source.digest, Precision.BF16, (lost,), {}, 0.0)
@@ -162,9 +155,7 @@ def with_table(folder: Path) -> onnx.ModelProto:
 
 
 @both_bases
-def test_a_table_outside_stays_fp32_and_its_rows_are_cast(
-    base: Precision, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_table_outside_stays_fp32_and_its_rows_are_cast(base, tmp_path, monkeypatch):
     monkeypatch.setattr("loka_onnx.graph.storage.TABLE_LIMIT_BYTES", 0)
     typed = cast(with_table(tmp_path), base, tmp_path)
     table = initializer(typed.model, "table")
@@ -181,7 +172,7 @@ def test_a_table_outside_stays_fp32_and_its_rows_are_cast(
     np.testing.assert_allclose(evaluate(whole, rows)["y"], exact, rtol=0, atol=0.04)
 
 
-def test_identifiers_that_arrive_as_floats_are_not_rounded(tmp_path: Path) -> None:
+def test_identifiers_that_arrive_as_floats_are_not_rounded(tmp_path):
     """BF16 holds whole numbers up to 256 only."""
     model = parse(
         "i = Cast<to=7>(x) e = Gather(table, i) y = Add(e, x)",
@@ -208,7 +199,7 @@ UNDEFINED: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", UNDEFINED)
-def test_an_operator_without_a_bf16_form_stays_in_fp32(case: str, tmp_path: Path) -> None:
+def test_an_operator_without_a_bf16_form_stays_in_fp32(case, tmp_path):
     body, constants = UNDEFINED[case]
     inputs = "float[batch,1] x" if case == "OneHot" else "float[batch,8] x"
     typed = cast(parse(body, constants, inputs=inputs), Precision.BF16, tmp_path)
@@ -237,7 +228,7 @@ def assert_defined_types(typed: Typed) -> None:
                     assert kind in formal[min(index, len(formal) - 1)].types, (node.op_type, name, kind)
 
 
-def test_limits_of_fp16_constants(tmp_path: Path) -> None:
+def test_limits_of_fp16_constants(tmp_path):
     typed = cast(parse("h = Softplus(x) y = Relu(h)"), Precision.FP16, tmp_path)
     assert typed.fp32_tensors() == {"x", "y"}
     cast(parse("y = Max(x, mask)", {"mask": -65504.0}), Precision.FP16, tmp_path)
@@ -246,15 +237,10 @@ def test_limits_of_fp16_constants(tmp_path: Path) -> None:
     assert stored == float(np.float16(2.3e-5)) != 2.3e-5
 
 
-# Nodes that make tensors ------------------------------------------------------------------------------
-
 FLAT, SQUARED = "float[batch,8]", "float[8,8]"
 MAKERS = {
-    "constant_of_shape": (
-        "s = Shape(x) f = ConstantOfShape<value = float[1] {0.5}>(s) y = Add(x, f)",
-        FLAT,
-        0.5,
-    ),
+    "constant_of_shape": ("s = Shape(x) f = ConstantOfShape<value = float[1] {0.5}>(s) y = Add(x, f)", FLAT,
+        0.5),
     "constant_of_shape_default": ("s = Shape(x) f = ConstantOfShape(s) y = Add(x, f)", FLAT, 0.0),
     "constant_node": ("f = Constant<value = float[1] {0.5}>() y = Add(x, f)", FLAT, 0.5),
     "constant_float": ("f = Constant<value_float = 0.5>() y = Add(x, f)", FLAT, 0.5),
@@ -262,12 +248,12 @@ MAKERS = {
     "cast_like": ("i = Cast<to=7>(x) f = CastLike(i, x) z = Sub(f, f) y = Add(x, z)", FLAT, 0.0),
     "eye_like": ("e = EyeLike(x) y = Add(x, e)", SQUARED, np.eye(8)),
     "eye_like_of_a_type": ("e = EyeLike<dtype=1>(x) y = Add(x, e)", SQUARED, np.eye(8)),
-}
+}  # fmt: skip
 
 
 @both_bases
 @pytest.mark.parametrize("case", MAKERS)
-def test_a_node_that_makes_a_tensor_makes_the_base_type(case: str, base: Precision, tmp_path: Path) -> None:
+def test_a_node_that_makes_a_tensor_makes_the_base_type(case, base, tmp_path):
     body, shape, shift = MAKERS[case]
     typed = cast(parse(body, inputs=f"{shape} x", outputs=f"{shape} y"), base, tmp_path)
     assert_defined_types(typed)
@@ -276,7 +262,7 @@ def test_a_node_that_makes_a_tensor_makes_the_base_type(case: str, base: Precisi
     np.testing.assert_allclose(evaluate(typed.model, {"x": x})["y"], x + shift, rtol=0, atol=0.02)
 
 
-def test_a_cast_to_an_integer_or_to_float64_keeps_its_type(tmp_path: Path) -> None:
+def test_a_cast_to_an_integer_or_to_float64_keeps_its_type(tmp_path):
     model = parse(
         "i = Cast<to=7>(x) d = Cast<to=11>(i) n = Neg(d) f = Cast<to=1>(n) y = Relu(f)",
         outputs="float[batch,8] y, double[batch,8] d",
@@ -295,26 +281,18 @@ def test_an_absent_optional_input_stays_absent_and_an_infinite_constant_is_exact
         assert numpy_helper.to_array(initializer(typed.model, f"mask.{base}")) == value
 
 
-# Refusals ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("base", "value", "evidence"),
-    [
-        (Precision.FP16, -1e9, "it holds -1e+09, fp16 ends at 65504"),
-        (Precision.BF16, np.finfo(np.float32).min, "it holds -3.403e+38, bf16 ends at 3.38953e+38"),
-    ],
-)
-def test_a_constant_that_overflows_is_refused(
-    base: Precision, value: float, evidence: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("base", "value", "evidence"), [
+    (Precision.FP16, -1e9, "it holds -1e+09, fp16 ends at 65504"),
+    (Precision.BF16, np.finfo(np.float32).min, "it holds -3.403e+38, bf16 ends at 3.38953e+38"),
+])  # fmt: skip
+def test_a_constant_that_overflows_is_refused(base, value, evidence, tmp_path):
     with pytest.raises(TransformError) as caught:
         cast(parse("y = Max(x, mask)", {"mask": float(value)}), base, tmp_path)
     assert (caught.value.code, caught.value.evidence) == ("E0603", evidence)
 
 
 @both_bases
-def test_control_flow_is_refused(base: Precision, tmp_path: Path) -> None:
+def test_control_flow_is_refused(base, tmp_path):
     model = parse(
         "c = ReduceSum<keepdims=0>(x) b = Cast<to=9>(c) y = If<"
         "then_branch = t () => (float[batch,8] p) { p = Identity(x) },"
@@ -326,7 +304,7 @@ def test_control_flow_is_refused(base: Precision, tmp_path: Path) -> None:
     assert "'block/y'" in caught.value.what
 
 
-def test_a_tensor_of_unknown_type_at_a_kept_site_is_refused(tmp_path: Path) -> None:
+def test_a_tensor_of_unknown_type_at_a_kept_site_is_refused(tmp_path):
     source = artifact(mlp(), tmp_path / "m.onnx")
     graph = GraphModel.load(source.path)
     graph.node("ln").inputs[0].dtype = None
@@ -334,9 +312,6 @@ def test_a_tensor_of_unknown_type_at_a_kept_site_is_refused(tmp_path: Path) -> N
     with pytest.raises(TransformError) as caught:
         cast_to_base(graph, Precision.BF16, plan)
     assert caught.value.code == "E0605"
-
-
-# With Q/DQ --------------------------------------------------------------------------------------------
 
 
 def quantized(base: Precision, folder: Path, case: str = "gemm_transb", size: float = 1.0) -> Typed:
@@ -355,7 +330,7 @@ def quantized(base: Precision, folder: Path, case: str = "gemm_transb", size: fl
 
 
 @both_bases
-def test_qdq_is_typed_by_the_base_and_keeps_its_scales(base: Precision, tmp_path: Path) -> None:
+def test_qdq_is_typed_by_the_base_and_keeps_its_scales(base, tmp_path):
     typed = quantized(base, tmp_path)
     assert_defined_types(typed)
     assert typed.fp32_tensors() == {"x", "y"}
@@ -382,7 +357,7 @@ def test_qdq_is_typed_by_the_base_and_keeps_its_scales(base: Precision, tmp_path
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @both_bases
 @pytest.mark.parametrize("case", ["gemm_transb", "matmul_rank3", "weight_on_the_left", "a_kept_norm"])
-def test_nvidias_parser_accepts_the_typed_graph(case: str, base: Precision, tmp_path: Path) -> None:
+def test_nvidias_parser_accepts_the_typed_graph(case, base, tmp_path):
     trt = pytest.importorskip("tensorrt_rtx", reason="needs tensorrt_rtx")
     is_product = case in PRODUCTS
     typed = quantized(base, tmp_path, case) if is_product else cast(mlp(), base, tmp_path, fp32=("ln",))
@@ -391,7 +366,7 @@ def test_nvidias_parser_accepts_the_typed_graph(case: str, base: Precision, tmp_
     assert parser.parse_from_file(str(typed.path)), parser.get_error(0).desc()
 
 
-def test_a_scale_that_fp16_cannot_hold_is_refused(tmp_path: Path) -> None:
+def test_a_scale_that_fp16_cannot_hold_is_refused(tmp_path):
     with pytest.raises(TransformError) as caught:
         quantized(Precision.FP16, tmp_path, size=0.01)
     error = caught.value

@@ -1,7 +1,5 @@
 """Smoothing is chosen where it lowers the measured FP8 error, and nowhere else."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +95,7 @@ def smoothed(
 
 
 @pytest.mark.parametrize("kind", BODIES)
-def test_one_wild_channel_is_smoothed(kind: str, tmp_path: Path) -> None:
+def test_one_wild_channel_is_smoothed(kind, tmp_path):
     before = model(kind, WILD)
     record, after = smoothed(before, feeds(kind, WILD), tmp_path)
     assert not record.rolled_back
@@ -115,7 +113,7 @@ def test_one_wild_channel_is_smoothed(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", BODIES)
-def test_channels_alike_are_left_alone_with_the_figures(kind: str, tmp_path: Path) -> None:
+def test_channels_alike_are_left_alone_with_the_figures(kind, tmp_path):
     before = model(kind, np.ones(K, np.float32))
     record, after = smoothed(before, feeds(kind, np.ones(1)), tmp_path)
     assert record.applied == ()
@@ -127,7 +125,7 @@ def test_channels_alike_are_left_alone_with_the_figures(kind: str, tmp_path: Pat
     assert constants(after) == constants(before)
 
 
-def test_what_is_measured_is_the_error_of_the_product(tmp_path: Path) -> None:
+def test_what_is_measured_is_the_error_of_the_product(tmp_path):
     before = model("input", np.ones(K, np.float32))
     x = feeds("input", np.ones(1))
     record, _ = smoothed(before, x, tmp_path, Rounding(weights=(Granularity.PER_CHANNEL,)))
@@ -136,7 +134,7 @@ def test_what_is_measured_is_the_error_of_the_product(tmp_path: Path) -> None:
     assert told == pytest.approx(error(before, "fc", {"x": x["x"][ROWS // 2 :]}), rel=0.1)
 
 
-def test_two_formats_are_measured_side_by_side(tmp_path: Path) -> None:
+def test_two_formats_are_measured_side_by_side(tmp_path):
     """Channels of unequal range cost integers accuracy, and E4M3 nothing: factors for both are found."""
     uneven = np.geomspace(1.0, 64.0, K).astype(np.float32)
     before, x = model("norm", uneven), feeds("norm", uneven)
@@ -152,7 +150,7 @@ def test_two_formats_are_measured_side_by_side(tmp_path: Path) -> None:
     assert "which moved into 'fc'; strength " in told["both"][MAKERS["norm"]]
 
 
-def test_linears_that_read_one_tensor_share_the_factors(tmp_path: Path) -> None:
+def test_linears_that_read_one_tensor_share_the_factors(tmp_path):
     body = (
         "[norm] n = LayerNormalization(x, gain) [fc] f = MatMul(n, w) [gate] g = MatMul(n, u) y = Mul(f, g)"
     )
@@ -166,7 +164,7 @@ def test_linears_that_read_one_tensor_share_the_factors(tmp_path: Path) -> None:
         assert error(after, site, {"x": rows(9)}) < 3e-3 < error(before, site, {"x": rows(9)})
 
 
-def test_a_chain_is_smoothed_until_nothing_changes(tmp_path: Path) -> None:
+def test_a_chain_is_smoothed_until_nothing_changes(tmp_path):
     """Each layer is a reader and a maker; `smoothed` runs the mod again and finds nothing."""
     other = np.roll(WILD, 7)
     body = "[norm] n = LayerNormalization(x, gain) [fc1] h = MatMul(n, v) r = Relu(h) [fc2] y = MatMul(r, w)"
@@ -197,7 +195,7 @@ def test_a_channel_without_values_keeps_its_factor_and_few_rows_choose_nothing(t
     ]
 
 
-def test_the_default_mods_leave_what_was_smoothed(tmp_path: Path) -> None:
+def test_the_default_mods_leave_what_was_smoothed(tmp_path):
     """A norm's scale is folded into linears; the powers of two of smoothing are not folded back."""
     x = feeds("input", WILD)
     body = "[norm] n = RMSNormalization<axis=-1>(x, gain) [fc] y = MatMul(n, w)"
@@ -219,10 +217,7 @@ def applied_by(log: RewriteLog) -> set[str]:
     return {record.transform for record in log.records if record.applied}
 
 
-# Rows ------------------------------------------------------------------------------------------------------
-
-
-def test_rows_are_kept_by_halves_and_ranges_over_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_rows_are_kept_by_halves_and_ranges_over_all(monkeypatch, tmp_path):
     body = "[a] h = MatMul(v, x) r = Relu(h) t = Transpose<perm=[0,2,1]>(r) [fc] y = MatMul(t, w)"
     proto = parse(
         body,
@@ -255,7 +250,7 @@ def test_rows_are_kept_by_halves_and_ranges_over_all(monkeypatch: pytest.MonkeyP
             assert {tuple(np.round(v, 4)) for v in half.tolist()} <= everything
 
 
-def test_a_large_layer_is_measured_on_some_columns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_large_layer_is_measured_on_some_columns(monkeypatch, tmp_path):
     proto = parse("y = MatMul(x, w)", {"w": weight(8, 100)}, outputs="float[batch,100] y")
     artifact(proto, tmp_path / "m.onnx")
     graph = GraphModel.load(tmp_path / "m.onnx")
