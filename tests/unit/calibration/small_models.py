@@ -25,7 +25,6 @@ BODY = """
     [head] y = MatMul(g, w_head)
 """
 
-
 TWO_SITES = "[fc1] h = MatMul(x, w1)  r = Relu(h)  [fc2] y = MatMul(r, head)"
 W1 = np.random.default_rng(0).standard_normal((16, 16))
 HEAD = np.ones((16, 1))

@@ -90,7 +90,6 @@ LEFT_ALONE = {
         why={"a": "its weights reach 0.001, those of 'b' 0.1: one scale for both would cost precision"}),
 }  # fmt: skip
 
-
 STEPS = {
     "relu": "Relu({0})",
     "leaky": "LeakyRelu<alpha=0.25>({0})",
@@ -271,7 +270,6 @@ SPLIT_LEFT_ALONE = {
         "float[batch,2,8] x, float[batch,3,8] z"),
 }  # fmt: skip
 
-
 EXPECTED: dict[str, tuple[str, dict[str, tuple[int, int]]]] = {
     "absorbed_by_the_next_layer": ("Gemm Relu Gemm", {"a": (32, 32), "b": (32, 16)}),
     "absorbed_behind_a_product_of_two_ways": ("MatMul Relu Sigmoid Mul MatMul",
@@ -329,7 +327,6 @@ PAD_LEFT_ALONE = {
     "a_weight_for_each_token": Case("[a] y = MatMul(x, wa)", {"wa": (4, 32, 20)}, "float[4,4,32] x",
         why={"a": "its weight has rank 3, not 2"}),
 }  # fmt: skip
-
 
 NEAR = {MergeParallelLinears: LEFT_ALONE, SplitConcat: SPLIT_LEFT_ALONE, PadSites: PAD_LEFT_ALONE}
 

@@ -22,7 +22,6 @@ STATISTICS = {
 NORM = "[norm_{0}] {0} = BatchNormalization<epsilon=0.001>({1}, gamma, beta, mean, variance)"
 LAST = NORM.format("y", "h")
 
-
 W, B, NEXT = weight(6, 8), weight(8), weight(8, 3)
 
 
@@ -63,7 +62,6 @@ BEFORE = {
     "left": Case(f"a = Relu(x) {NORM.format('n', 'a')} [fc] y = MatMul(w, n)", {"w": NEXT.T},
         "float[batch,8,5] x"),
 }  # fmt: skip
-
 
 SEVERAL = {
     "one_linear_behind_and_one_before_another": (Case(

@@ -18,7 +18,6 @@ GAIN = np.linspace(-0.5, 1.75, 8, dtype=np.float32)
 SHIFT = np.linspace(1.5, -1, 8, dtype=np.float32)
 LAYER = "[norm] n = LayerNormalization<axis=-1, epsilon=0.001>(x, gain, shift)"
 
-
 W, B = weight(8, 4), weight(4)
 
 

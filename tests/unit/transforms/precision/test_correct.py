@@ -241,7 +241,6 @@ HEADS = {
     "probability": "[fc] z = Gemm(x, w, b) s = Sigmoid(z) y = Squeeze(s, last)",
 }
 
-
 NARROW = [
     (head, base, value, (), (), False)
     for head in HEADS

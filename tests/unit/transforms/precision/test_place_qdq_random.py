@@ -25,7 +25,6 @@ SEEDS = st.integers(0, 2**32 - 1)
 SCALES = (0.03125, 0.03125, 0.0625)
 """Few, so that tensors that meet often share one; wide enough for the values of these graphs."""
 
-
 Build = Callable[[int], onnx.ModelProto]
 
 

@@ -42,7 +42,6 @@ SHIFT = np.linspace(1.5, -1, 8, dtype=np.float32)
 LAYER = "[norm] n = LayerNormalization<axis=-1, epsilon=0.001>(x, gain, shift)"
 S = np.linspace(0.1, 5, 8)
 
-
 W, B, V = weight(8, 4), weight(4), weight(8, 8)
 
 

@@ -47,7 +47,6 @@ LEFT_ALONE = {
         why={"block/r": "its result takes 32768 bytes, what it is made of 4112"}),
 }  # fmt: skip
 
-
 NO_OPS_LEFT_ALONE: dict[str, Case] = {
     "a_rounding_cast": Case("a = Cast<to=10>(x) b = Cast<to=1>(a) y = Relu(b)"),
     "a_reshape_that_copies_a_length": Case("a = Reshape(x, s1) b = Reshape(a, s2) y = Relu(b)",
@@ -92,7 +91,6 @@ NOT_TWINS = {
     "outputs": Case("y = Relu(x) z = Relu(x)", outputs="y, z",
         why={"block/z": "computes what 'block/y' does, but leaves the graph"}),
 }  # fmt: skip
-
 
 NEAR = [(FoldConstants, case) for case in LEFT_ALONE.values()]
 NEAR += [(ShareDuplicates, case) for case in NOT_TWINS.values()]
