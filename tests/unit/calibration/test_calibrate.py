@@ -7,7 +7,7 @@ import onnx
 import pytest
 from small_models import LOGIT, SHARED, TWO_SITES, W1, artifact_of, columns_of, data_of, dataset_of
 
-from loka_onnx.calibration.calibrate import ProbeOptions, ProfiledModel, calibrate, measured_recipes, update
+from loka_onnx.calibration.calibrate import ProbeOptions, ProfiledModel, calibrate, update
 from loka_onnx.config import ScaleRule
 from loka_onnx.core import serde
 from loka_onnx.core.artifact import OutputKind, OutputSpec
@@ -78,23 +78,6 @@ def test_verdicts_are_asked_of_the_whole_profile_and_end_the_pass(measure):
     asked.clear()
     left = measure(20_000, open_verdicts=lambda _: ("deep", "head"), draws=1, sensitivity_rows=5000)
     assert (left.sampling.rows, left.sampling.undecided) == (5000, ("deep", "head"))
-
-
-def test_new_rows_under_given_scales_merge_with_the_profile(measure):
-    earlier, other = measure(draws=2), measure(seed=2, draws=2)
-    assert earlier.scales != other.scales
-    with pytest.raises(ValueError, match="profiles of different scales do not merge"):
-        earlier.merge(other)
-    planned = measured_recipes(earlier)
-    later = measure(seed=2, draws=2, scales=earlier.scales, planned=planned)
-    assert later.scales == earlier.scales
-    assert later.site("left").sensitivities[0].kl != other.site("left").sensitivities[0].kl
-    assert later.site("left").errors[0].activation_scale == earlier.scales["e4m3fn/amax"]["x"]
-    both = earlier.merge(later)
-    kl = both.site("deep").sensitivities[0]
-    assert (kl.kl.rows, both.sampling.rows, both.groups[0].sensitivities[0].kl.rows) == (1200, 1200, 1200)
-    one, two = (each.site("deep").sensitivities[0].kl.value for each in (earlier, later))
-    assert min(one, two) < kl.kl.value < max(one, two)
 
 
 def test_a_planned_recipe_is_measured_whatever_its_error(measure):

@@ -230,15 +230,3 @@ def test_what_is_taken_passes_certification_in_nine_of_ten_runs():
     assert np.mean([passed for passed, _ in taken]) >= 0.9
     # Not by staying low.
     assert np.median([height for _, height in taken]) > 0.6
-
-
-def test_a_rung_on_the_budget_is_certified_by_any_attempt_as_seldom_as_by_one():
-    """Three attempts on the same rows, each with all of the budget as its true loss."""
-    random = np.random.default_rng(4)
-    levels = [float(ndtri(0.5 + Goal.of(attempt, 0.05).confidence / 2.0)) for attempt in range(3)]
-    for alike in (0.0, 0.9, 1.0):
-        common = random.standard_normal(200_000)
-        own = random.standard_normal((3, common.size))
-        noise = sqrt(alike) * common + sqrt(1.0 - alike) * own
-        certified = np.any([row + level <= 0.0 for row, level in zip(noise, levels, strict=True)], axis=0)
-        assert certified.mean() <= float(ndtr(-Z)) + 0.001

@@ -1,7 +1,6 @@
 """What sites cost, and who is safe: against a reference written from the textbook, and as properties."""
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from math import inf, nan, sqrt
 
@@ -27,8 +26,7 @@ from planned_models import (
 )
 from scipy import stats
 
-from loka_onnx.core.exact_sum import ExactSum
-from loka_onnx.core.intervals import RatioMoments, anytime_quantile
+from loka_onnx.core.intervals import anytime_quantile
 from loka_onnx.core.plan import Verdict
 from loka_onnx.core.profile import Draws, Profile, Sampling
 from loka_onnx.core.site import Operand, Site, SiteKind
@@ -180,34 +178,6 @@ def test_the_chosen_set_is_inside_every_budget(drawn, first, second):
         assert spent <= spec.budget * (1 - LABELLED_ALLOWANCE) * (1 + 1e-12)
 
 
-@given(models(), st.floats(1e-6, 1e-2), st.floats(1.0, 100.0))
-def test_a_larger_budget_keeps_what_is_inside_its_share(drawn, budget, factor):
-    sites, profile = drawn
-
-    def inside_share(budget: float) -> set[str]:
-        outputs = tuple(replace(spec, budget=budget) for spec in (CTR, CVR))
-        found = judged(sites, profile, outputs)
-        return {name for name, j in found.items() if re.search(r"inside (its|their) share", j.reason)}
-
-    assert inside_share(budget) <= inside_share(budget * factor)
-
-
-@given(models(), st.integers(0, 7), st.floats(0.0, 1.0), st.floats(0.0, 1.0))
-def test_a_site_that_costs_less_stays_safe(drawn, index, ctr, cvr):
-    """No tensor being shared."""
-    sites, profile = drawn[0], replace(drawn[1], groups=())
-    entry = profile.sites[index % len(sites)]
-    less = {
-        o: kl_of(f * moments.value, f * moments.standard_error)
-        for o, f in (("ctr", ctr), ("cvr", cvr))
-        for moments in [entry.sensitivity("r", o).kl_moments]
-    }
-    cheaper = bare_profile({entry.site: less}).sites[0]
-    better = replace(profile, sites=tuple(cheaper if e.site == entry.site else e for e in profile.sites))
-    if entry.site in safe(sites, profile, (CTR, CVR)):
-        assert entry.site in safe(sites, better, (CTR, CVR))
-
-
 @given(models(), st.randoms(use_true_random=False))
 def test_the_order_of_the_sites_does_not_matter(drawn, random):
     sites, profile = drawn
@@ -275,7 +245,7 @@ def test_the_claims_that_are_shown_are_those_of_the_textbook(p_values, alpha):
 # How often a site is called safe that is not: simulated, at the risk that is promised
 
 
-REPEATS = 3000
+REPEATS = 1500
 AT_MOST = 0.025 + 3.0 * sqrt(0.025 * 0.975 / REPEATS)
 """The rate that is promised, and three standard errors of an experiment."""
 
@@ -310,43 +280,6 @@ def test_hardly_ever_does_what_is_safe_cost_more_than_is_allowed(truth, tensor):
     assert most > 0.4, "hardly anything is ever safe: the experiment says nothing"
     if truth["a"] == 0.2505:
         assert inside_shares / REPEATS > 0.005
-
-
-def moments_after(rows: np.ndarray) -> RatioMoments:
-    """Of the mean of rows, (rows,), each a unit."""
-    count, total, squares = len(rows), float(rows.sum()), float(np.square(rows).sum())
-    sums = (ExactSum.of([float(value)]) for value in (total, count, squares, total, count))
-    return RatioMoments(count, count, *sums)
-
-
-def safe_at_any_look(rows: np.ndarray, looks: Sequence[int], is_sequential: bool) -> bool:
-    """Whether any of (sites, rows) is called safe before every verdict is reached, or the rows end."""
-    names = [f"n{i}" for i in range(len(rows))]
-    for number, count in enumerate(looks, 1):
-        moments = {name: {"ctr": moments_after(rows[i, :count])} for i, name in enumerate(names)}
-        sampling = Sampling(count, number if is_sequential else 1, 4096, (), is_sequential)
-        found = judged([norm(name) for name in names], bare_profile(moments, sampling=sampling))
-        verdicts = {judgement.verdict for judgement in found.values()}
-        if Verdict.SAFE in verdicts:
-            return True
-        if Verdict.UNDECIDED not in verdicts:
-            return False
-    return False
-
-
-@pytest.mark.slow
-def test_hardly_ever_is_anything_safe_that_is_not_however_often_one_looks():
-    """A look whenever rows have grown by half; norms just beyond their limits; rows as skewed as KL is."""
-    repeats, limit, random = 600, NORM_ALLOWANCE / 3, np.random.default_rng(3)
-    looks = [int(1024 * 1.5**step) for step in range(9)]
-    wrong = fixed = 0
-    for _ in range(repeats):
-        rows = random.gamma(0.5, 2.0 * 1.0005 * limit * ALLOWED, size=(3, looks[-1]))
-        wrong += safe_at_any_look(rows, looks, is_sequential=True)
-        fixed += safe_at_any_look(rows, looks, is_sequential=False)
-    assert wrong / repeats <= 0.025 + 3.0 * sqrt(0.025 * 0.975 / repeats)
-    # Intervals for a number of rows that is fixed beforehand are found out.
-    assert fixed / repeats > 0.06
 
 
 MEASURED = {"a": {"ctr": kl_of(4e-5, 1e-6)}, "b": {"ctr": kl_of(9e-5, 2e-6)}}

@@ -354,18 +354,6 @@ def test_qdq_is_typed_by_the_base_and_keeps_its_scales(base, tmp_path):
     assert stored[0] == stored[1]
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@both_bases
-@pytest.mark.parametrize("case", ["gemm_transb", "matmul_rank3", "weight_on_the_left", "a_kept_norm"])
-def test_nvidias_parser_accepts_the_typed_graph(case, base, tmp_path):
-    trt = pytest.importorskip("tensorrt_rtx", reason="needs tensorrt_rtx")
-    is_product = case in PRODUCTS
-    typed = quantized(base, tmp_path, case) if is_product else cast(mlp(), base, tmp_path, fp32=("ln",))
-    network = trt.Builder(logger := trt.Logger(trt.Logger.ERROR)).create_network(0)
-    parser = trt.OnnxParser(network, logger)
-    assert parser.parse_from_file(str(typed.path)), parser.get_error(0).desc()
-
-
 def test_a_scale_that_fp16_cannot_hold_is_refused(tmp_path):
     with pytest.raises(TransformError) as caught:
         quantized(Precision.FP16, tmp_path, size=0.01)
