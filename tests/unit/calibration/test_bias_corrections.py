@@ -44,20 +44,15 @@ class Case:
 
 CASES = {
     "gemm": Case("[fc] z = Gemm(x, w, b)", (16, 8), "bk,kn->bn", (16,), (1, 8)),
-    "gemm_with_factors": Case(
-        "[fc] z = Gemm<transB=1, alpha=0.5, beta=2.0>(x, w, b)", (8, 16), "bk,nk->bn", (16,), (1, 8), 0.5
-    ),
-    "gemm_transposed": Case(
-        "t = Transpose(x) [fc] z = Gemm<transA=1>(t, w)", (16, 8), "bk,kn->bn", (16,), (1, 8)
-    ),
+    "gemm_with_factors": Case("[fc] z = Gemm<transB=1, alpha=0.5, beta=2.0>(x, w, b)", (8, 16), "bk,nk->bn",
+        (16,), (1, 8), 0.5),
+    "gemm_transposed": Case("t = Transpose(x) [fc] z = Gemm<transA=1>(t, w)", (16, 8), "bk,kn->bn", (16,),
+        (1, 8)),
     "rank_3": Case("t = Reshape(x, tokens) [fc] z = MatMul(t, w)", (4, 8), "btk,kn->bn", (4, 4), (1, 1, 8)),
-    "experts": Case(
-        "t = Reshape(x, tokens) e = Transpose<perm=[1,0,2]>(t) [fc] z = MatMul(e, w)",
-        (4, 4, 8), "bek,ekn->ben", (4, 4), (4, 1, 8),
-    ),
-    "on_the_left": Case(
-        "t = Reshape(x, tokens) [fc] z = MatMul(w, t)", (8, 4), "bkt,nk->bn", (4, 4), (1, 8, 1)
-    ),
+    "experts": Case("t = Reshape(x, tokens) e = Transpose<perm=[1,0,2]>(t) [fc] z = MatMul(e, w)", (4, 4, 8),
+        "bek,ekn->ben", (4, 4), (4, 1, 8)),
+    "on_the_left": Case("t = Reshape(x, tokens) [fc] z = MatMul(w, t)", (8, 4), "bkt,nk->bn", (4, 4),
+        (1, 8, 1)),
     "one_channel": Case("[fc] z = MatMul(x, w)", (16, 1), "bk,kn->bn", (16,), (1, 1)),
 }  # fmt: skip
 

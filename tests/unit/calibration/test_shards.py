@@ -125,11 +125,9 @@ def _tensor(graph, sites: tuple[Site, ...], name: str):
 
 def _statistics(wide: np.ndarray, sampled: np.ndarray) -> dict[str, float]:
     return {
-        "mean": wide.mean(),
-        "rms": np.sqrt(np.square(wide).mean()),
-        "zeros": float((sampled == 0).mean()),
+        "mean": wide.mean(), "rms": np.sqrt(np.square(wide).mean()), "zeros": float((sampled == 0).mean()),
         **octaves_of(sampled),
-    }
+    }  # fmt: skip
 
 
 def test_the_stride_bounds_the_sample_and_without_a_full_batch_no_spread_is_told(tmp_path):

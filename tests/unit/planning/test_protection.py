@@ -228,17 +228,10 @@ def test_nvidias_builder_accepts_what_is_protected(base, protect, model, tmp_pat
 
 
 CONSTANTS = {
-    "w": np.eye(8),
-    "huge": np.array(-1e9),
-    "edge": np.array(65504.0),
-    "infinite": np.array(-np.inf),
-    "epsilon": np.array(1e-12),
-    "small": np.array(1e-7),
-    "nought": np.array(0.0),
-    "minus": np.array(-1.0),
-    "last": np.array([1]),
-    "first": np.array([0]),
-}
+    "w": np.eye(8), "huge": np.array(-1e9), "edge": np.array(65504.0), "infinite": np.array(-np.inf),
+    "epsilon": np.array(1e-12), "small": np.array(1e-7), "nought": np.array(0.0), "minus": np.array(-1.0),
+    "last": np.array([1]), "first": np.array([0]),
+}  # fmt: skip
 
 
 def load(folder: Path, body: str) -> GraphModel:

@@ -125,12 +125,10 @@ MERGED = {
     "dlrm": [],
     "dcnv2": [],
     "wukong": [("layers.0.fmb.project", "layers.0.lcb.mix"), ("layers.1.fmb.project", "layers.1.lcb.mix")],
-    "interformer": [
-        ("layers.0.cross_arch.pma.key", "layers.0.cross_arch.pma.value"),
+    "interformer": [("layers.0.cross_arch.pma.key", "layers.0.cross_arch.pma.value"),
         *[tuple(f"layers.0.sequence_arch.attention.{part}" for part in ("query", "key", "value"))],
-        ("last.pma.key", "last.pma.value"),
-    ],
-}
+        ("last.pma.key", "last.pma.value")],
+}  # fmt: skip
 
 
 @pytest.mark.slow

@@ -91,16 +91,10 @@ LEFT_ALONE = {
 }  # fmt: skip
 
 STEPS = {
-    "relu": "Relu({0})",
-    "leaky": "LeakyRelu<alpha=0.25>({0})",
-    "tanh": "Tanh({0})",
-    "gelu": "Gelu({0})",
-    "add": "Add({0}, v{1})",
-    "mul": "Mul(v{1}, {0})",
-    "from": "Sub(half, {0})",
-    "prelu": "PRelu({0}, v{1})",
+    "relu": "Relu({0})", "leaky": "LeakyRelu<alpha=0.25>({0})", "tanh": "Tanh({0})", "gelu": "Gelu({0})",
+    "add": "Add({0}, v{1})", "mul": "Mul(v{1}, {0})", "from": "Sub(half, {0})", "prelu": "PRelu({0}, v{1})",
     "swish": "Mul({0}, gate{1})",
-}
+}  # fmt: skip
 
 
 @pytest.mark.slow

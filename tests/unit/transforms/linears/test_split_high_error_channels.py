@@ -46,11 +46,8 @@ def model(body: str) -> onnx.ModelProto:
     random = np.random.default_rng(0)
     w = (random.normal(size=(K, N)) / np.sqrt(K)).astype(np.float32)
     constants = {
-        "w": w,
-        "wt": w.T.copy(),
-        "b": random.normal(size=N).astype(np.float32),
-        "one": np.array([1]),
-    }
+        "w": w, "wt": w.T.copy(), "b": random.normal(size=N).astype(np.float32), "one": np.array([1]),
+    }  # fmt: skip
     return parse(body, constants, inputs=f"float[batch,{K}] x", outputs=f"float[batch,{N}] y")
 
 

@@ -129,11 +129,9 @@ NOT_JOINED: dict[str, tuple[str, str]] = {
     "another_axis": ("y = Concat<axis=0>(a, b)", "it concatenates parts of a Split, but not all in order"),
     "a_part_is_missing": ("y = Concat<axis=1>(a, z)", ""),
     "a_part_is_changed": ("r = Relu(a) y = Concat<axis=1>(r, b)", ""),
-    "nothing_would_make_the_output": (
-        "y = Concat<axis=1>(a, b)",
-        "nothing is left to concatenate, and it leaves the graph",
-    ),
-}
+    "nothing_would_make_the_output": ("y = Concat<axis=1>(a, b)",
+        "nothing is left to concatenate, and it leaves the graph"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", NOT_JOINED)

@@ -14,11 +14,9 @@ from shape_models import match, weight
 from loka_onnx.transforms.norms.fold_batch_norm import FoldBatchNorm
 
 STATISTICS = {
-    "gamma": np.linspace(-0.5, 1.75, 8, dtype=np.float32),
-    "beta": np.linspace(1.5, -1, 8, dtype=np.float32),
-    "mean": np.linspace(-2, 2, 8, dtype=np.float32),
-    "variance": np.linspace(0.25, 4, 8, dtype=np.float32),
-}
+    "gamma": np.linspace(-0.5, 1.75, 8, dtype=np.float32), "beta": np.linspace(1.5, -1, 8, dtype=np.float32),
+    "mean": np.linspace(-2, 2, 8, dtype=np.float32), "variance": np.linspace(0.25, 4, 8, dtype=np.float32),
+}  # fmt: skip
 NORM = "[norm_{0}] {0} = BatchNormalization<epsilon=0.001>({1}, gamma, beta, mean, variance)"
 LAST = NORM.format("y", "h")
 

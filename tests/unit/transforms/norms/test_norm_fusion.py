@@ -83,11 +83,9 @@ AFFINE = {
 }
 SCALED, TURNED = "g = Mul(q, scale) n = Add(g, bias)", "g = Mul(scale, q) n = Add(bias, g)"
 TRAILING = {
-    "last": ((4, 8), (-1,)),
-    "two": ((4, 8), (-2, -1)),
-    "two_positive_unordered": ((4, 8), (2, 1)),
+    "last": ((4, 8), (-1,)), "two": ((4, 8), (-2, -1)), "two_positive_unordered": ((4, 8), (2, 1)),
     "three": ((3, 4, 8), (1, 2, 3)),
-}
+}  # fmt: skip
 # A factor that varies outside the normalized axes stays.
 PER_TOKEN = np.linspace(0.5, 1.5, 4, dtype=np.float32).reshape(4, 1)
 WHOLE = np.linspace(0.5, 1.5, 32, dtype=np.float32).reshape(4, 8)
@@ -273,13 +271,9 @@ NEAR_MISSES = {
 NEAR_DECLINED = {"first_axis", "batch_axis", "sum_of_8_instead_of_mean", "rms_wrong_axis", "rms_sum_of_8"}
 """Norms that the operator does not compute."""
 EXTRA = {
-    "three": 3.0,
-    "bessel": np.float32(8 / 7),
-    "many": np.full((1, 8), 1e-3, np.float32),
-    "third": 1 / 3,
-    "front": np.array([1], np.int64),
-    "zero": 0.0,
-}
+    "three": 3.0, "bessel": np.float32(8 / 7), "many": np.full((1, 8), 1e-3, np.float32), "third": 1 / 3,
+    "front": np.array([1], np.int64), "zero": 0.0,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", NEAR_MISSES)

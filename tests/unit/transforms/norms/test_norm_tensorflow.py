@@ -19,17 +19,11 @@ OPSETS = (13, 18)
 """Axes as an attribute, and as an input."""
 LAYER, RMS = "LayerNormalization", "RMSNormalization"
 FUSED = {
-    "moments": [LAYER],
-    "by_hand": [LAYER],
-    "layer_norm": [LAYER],
-    "layer_norm_of_rank_3": [LAYER],
-    "layer_norm_of_two_axes": [LAYER],
-    "layer_norm_without_affine": [LAYER],
-    "layer_norm_in_float16": ["Cast", LAYER, "Cast"],
-    "root_mean_square": [RMS],
-    "rms_norm": [RMS],
+    "moments": [LAYER], "by_hand": [LAYER], "layer_norm": [LAYER], "layer_norm_of_rank_3": [LAYER],
+    "layer_norm_of_two_axes": [LAYER], "layer_norm_without_affine": [LAYER],
+    "layer_norm_in_float16": ["Cast", LAYER, "Cast"], "root_mean_square": [RMS], "rms_norm": [RMS],
     "rms_norm_in_float16": ["Cast", RMS, "Cast"],
-}
+}  # fmt: skip
 
 
 @cache

@@ -63,51 +63,37 @@ CASES = {
     "gemm_beta_0": on_site("[fc] y = Gemm<beta=0.0>(x, w, b)", 1, "in an Add of their own"),
     "gemm_computed": on_site("c = Abs(b) [fc] y = Gemm(x, w, c)", 1, "in an Add of their own"),
     "matmul": on_site("[fc] y = MatMul(x, w)", 1, "in an Add of their own"),
-    "matmul_read_twice": on_site(
-        "[fc] p = MatMul(x, w) q = Add(p, b) y = Sub(q, zero) r = Identity(p)", 1, "in an Add of their own"
-    ),
+    "matmul_read_twice": on_site("[fc] p = MatMul(x, w) q = Add(p, b) y = Sub(q, zero) r = Identity(p)", 1,
+        "in an Add of their own"),
     "matmul_add": on_site("[fc] p = MatMul(x, w) y = Add(p, b)", 0, "in the constant of Add"),
     "add_from_the_left": on_site("[fc] p = MatMul(x, w) y = Add(b, p)", 0, "in the constant of Add"),
-    "add_of_an_activation": on_site(
-        "s = MatMul(x, w1) [fc] p = MatMul(x, w) y = Add(p, s)", 1, "in an Add of their own"
-    ),
-    "shared_bias": Case(
-        "[fc] y = Gemm(x, w, b) other = Gemm(x, w, b)", Corrections((bias(STEPS[None]),)),
-        0, "in the constant of Gemm 'fc'", {"y": STEPS, "other": 0.0},
-    ),
-    "on_the_left": on_site(
-        "[fc] y = MatMul(wt, x)", 1, "in an Add of their own", STEPS[:, None], shape=(K, 3),
-    ),
-    "on_the_left_of_a_narrow_bias": on_site(
-        "[fc] p = MatMul(wt, x) y = Add(p, three)", 1, "in an Add of their own", STEPS[:, None], shape=(K, 3),
-    ),
-    "experts": on_site(
-        "e = Transpose<perm=[1,0,2]>(x) [fc] p = MatMul(e, we) y = Transpose<perm=[1,0,2]>(p)", 1,
-        "in an Add of their own", np.stack([STEPS, 2 * STEPS])[:, None], shape=(2, K),
-    ),
+    "add_of_an_activation": on_site("s = MatMul(x, w1) [fc] p = MatMul(x, w) y = Add(p, s)", 1,
+        "in an Add of their own"),
+    "shared_bias": Case("[fc] y = Gemm(x, w, b) other = Gemm(x, w, b)", Corrections((bias(STEPS[None]),)), 0,
+        "in the constant of Gemm 'fc'", {"y": STEPS, "other": 0.0}),
+    "on_the_left": on_site("[fc] y = MatMul(wt, x)", 1, "in an Add of their own", STEPS[:, None],
+        shape=(K, 3)),
+    "on_the_left_of_a_narrow_bias": on_site("[fc] p = MatMul(wt, x) y = Add(p, three)", 1,
+        "in an Add of their own", STEPS[:, None], shape=(K, 3)),
+    "experts": on_site("e = Transpose<perm=[1,0,2]>(x) [fc] p = MatMul(e, we) y = Transpose<perm=[1,0,2]>(p)",
+        1, "in an Add of their own", np.stack([STEPS, 2 * STEPS])[:, None], shape=(2, K)),
     "last_gemm": on_output("[head] y = Gemm(x, w1, one)", 0, "in the constant of Gemm 'head'"),
-    "last_gemm_squeezed": on_output(
-        "[head] h = Gemm(x, w1, one) y = Squeeze(h, last)", 0, "in the constant of Gemm 'head'"
-    ),
+    "last_gemm_squeezed": on_output("[head] h = Gemm(x, w1, one) y = Squeeze(h, last)", 0,
+        "in the constant of Gemm 'head'"),
     "last_add": on_output(HEAD + "h2 = Add(one, h) y = Flatten(h2)", 0, "in the constant of Add"),
     "no_bias": on_output(HEAD + "y = Flatten(h)", 1, "the constant +0.625 on its logit in an Add of its own"),
     "regression": on_output(HEAD + "y = Flatten(h)", 1, "+0.625 on its value", REGRESSION),
-    "logit_read_in_the_graph": on_output(
-        "[head] y = Gemm(x, w1, one) p = Sigmoid(y)", 1, "in an Add of its own", y=0.625, p=0.0
-    ),
+    "logit_read_in_the_graph": on_output("[head] y = Gemm(x, w1, one) p = Sigmoid(y)", 1,
+        "in an Add of its own", y=0.625, p=0.0),
     "sigmoid": on_output("[head] z = Gemm(x, w1, one) y = Sigmoid(z)", 0, "on its logit in the constant of",
-                         PROBABILITY),
-    "sigmoid_squeezed": on_output(
-        HEAD + "s = Sigmoid(h) y = Squeeze(s, last)", 1, "in an Add of its own", PROBABILITY
-    ),
-    "sigmoid_of_a_logit_read_twice": on_output(
-        "[head] z = Gemm(x, w1, one) y = Sigmoid(z) other = Tanh(z)", 1, "in an Add of its own",
-        PROBABILITY, y=0.625, other=0.0,
-    ),
-    "site_and_output": Case(
-        "[fc] y = Gemm(x, w1, one)", Corrections((bias([[0.5]]),), (OutputConstant("y", LOGIT, 0.25),)),
-        0, "in the constant of Gemm 'fc'", {"y": 0.75},
-    ),
+        PROBABILITY),
+    "sigmoid_squeezed": on_output(HEAD + "s = Sigmoid(h) y = Squeeze(s, last)", 1, "in an Add of its own",
+        PROBABILITY),
+    "sigmoid_of_a_logit_read_twice": on_output("[head] z = Gemm(x, w1, one) y = Sigmoid(z) other = Tanh(z)",
+        1, "in an Add of its own", PROBABILITY, y=0.625, other=0.0),
+    "site_and_output": Case("[fc] y = Gemm(x, w1, one)",
+        Corrections((bias([[0.5]]),), (OutputConstant("y", LOGIT, 0.25),)), 0, "in the constant of Gemm 'fc'",
+        {"y": 0.75}),
 }  # fmt: skip
 
 

@@ -191,11 +191,9 @@ UNDEFINED: dict[str, tuple[str, dict[str, Any]]] = {
     "between_base_nodes": ("a = Relu(x) h = Softplus(a) b = Relu(h) y = Softplus(b)", {}),
     "TopK": ("h, i = TopK(x, k) y = Relu(h)", {"k": np.array([8])}),
     "Range": ("r = Range(zero, eight, one) y = Add(x, r)", {"zero": 0.0, "eight": 8.0, "one": 1.0}),
-    "OneHot": (
-        "i = Cast<to=7>(x) s = Squeeze(i, last) o = OneHot(s, depth, off_on) y = Relu(o)",
-        {"last": np.array([1]), "depth": np.array(8), "off_on": np.array([0.0, 1.0])},
-    ),
-}
+    "OneHot": ("i = Cast<to=7>(x) s = Squeeze(i, last) o = OneHot(s, depth, off_on) y = Relu(o)",
+        {"last": np.array([1]), "depth": np.array(8), "off_on": np.array([0.0, 1.0])}),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", UNDEFINED)

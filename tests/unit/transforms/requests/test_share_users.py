@@ -28,20 +28,12 @@ SIZES = ((1, 1), (1, 5), (3, 1), (4, 9), (7, 7))
 """Users and candidates."""
 U, C = "float[batch,4] u", "float[batch,6] c"
 WEIGHTS = {
-    "w4": RANDOM.standard_normal((4, 3)),
-    "w10": RANDOM.standard_normal((10, 3)),
-    "w10t": RANDOM.standard_normal((3, 10)),
-    "w2": RANDOM.standard_normal((2, 5)),
-    "b3": RANDOM.standard_normal(3),
-    "table": RANDOM.standard_normal((9, 2)),
-    "one": np.array([1]),
-    "two": np.array([2]),
-    "flat": np.array([-1, 10]),
-    "rows2": np.array([-1, 2]),
-    "tokens": np.array([-1, 2, 2]),
-    "scale": np.array(0.05),
-    "zero": np.array(3, np.int8),
-}
+    "w4": RANDOM.standard_normal((4, 3)), "w10": RANDOM.standard_normal((10, 3)),
+    "w10t": RANDOM.standard_normal((3, 10)), "w2": RANDOM.standard_normal((2, 5)),
+    "b3": RANDOM.standard_normal(3), "table": RANDOM.standard_normal((9, 2)), "one": np.array([1]),
+    "two": np.array([2]), "flat": np.array([-1, 10]), "rows2": np.array([-1, 2]),
+    "tokens": np.array([-1, 2, 2]), "scale": np.array(0.05), "zero": np.array(3, np.int8),
+}  # fmt: skip
 
 
 def shared_form(
@@ -154,11 +146,9 @@ def test_a_linear_over_users_and_candidates_has_a_product_of_each(body, k):
 ])  # fmt: skip  # fmt: skip
 def test_what_users_decide_is_computed_on_users(body, inputs, computed):
     more = {
-        "three": np.array([-1, 3, 2]),
-        "back": np.array([-1, 2, 5]),
-        "square": RANDOM.standard_normal((2, 2)),
+        "three": np.array([-1, 3, 2]), "back": np.array([-1, 2, 5]), "square": RANDOM.standard_normal((2, 2)),
         "w11": RANDOM.standard_normal((11, 3)),
-    }
+    }  # fmt: skip
     graph = answers_alike(parsed(body, WEIGHTS | more, inputs=inputs), (inputs.split()[1].strip(","),))
     assert computed <= on_users(graph)
 
@@ -183,13 +173,9 @@ def test_what_users_decide_is_computed_on_users(body, inputs, computed):
 )
 def test_what_mixes_rows_computes_on_candidates(body):
     more = {
-        "w63": RANDOM.standard_normal((6, 3)),
-        "first": np.array([0]),
-        "start": np.array(0),
-        "thirds": np.array([3, 1]),
-        "column": np.array([-1, 1]),
-        "rows3": np.array([-1, 3]),
-    }
+        "w63": RANDOM.standard_normal((6, 3)), "first": np.array([0]), "start": np.array(0),
+        "thirds": np.array([3, 1]), "column": np.array([-1, 1]), "rows3": np.array([-1, 3]),
+    }  # fmt: skip
     graph = answers_alike(parsed(body, WEIGHTS | more, inputs=f"{U}, {C}"), ("u",))
     assert on_users(graph) <= {"MatMul", "Gemm", "Reshape", "Shape", "Concat", "Relu"}
 
