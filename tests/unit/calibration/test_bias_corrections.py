@@ -156,7 +156,7 @@ def test_rows_are_drawn_up_to_a_number(tmp_path):
     assert MeanRows(data, most=5000, first=700).spans[-1].stop == 700
 
 
-def test_an_interaction_is_left_alone(tmp_path):
+def test_an_interaction_is_left_alone_and_what_is_not_finite_refused(tmp_path):
     body = (
         "t = Unsqueeze(x, one) u = Transpose<perm=[0,2,1]>(t) [dot] d = MatMul(t, u) "
         "f = Flatten(d) [head] y = Gemm(f, w)"
@@ -167,9 +167,6 @@ def test_an_interaction_is_left_alone(tmp_path):
     found = fit_biases(artifact, [plan], (LOGIT,), rows, tmp_path / "means.onnx").plans["fp8-all"]
     assert found.left_alone == {"dot": "a product of two activations has no bias"}
     assert set(found.values) == {"head"}
-
-
-def test_what_is_not_finite_is_refused(tmp_path):
     columns = columns_of(100)
     columns["x"][60] = 3e38
     model = artifact_of(tmp_path)

@@ -42,7 +42,7 @@ def measure(tmp_path):
     return run
 
 
-def test_a_profile_holds_every_site_group_scale_and_pass(measure):
+def test_a_profile_holds_every_site_group_scale_and_pass_and_the_range_of_weights(measure, tmp_path):
     profile = measure(synthetic=True, draws=2)
     assert tuple(entry.site for entry in profile.sites) == SITES
     assert all(len(entry.sensitivities) == 1 for entry in profile.sites)
@@ -56,9 +56,6 @@ def test_a_profile_holds_every_site_group_scale_and_pass(measure):
     assert 1.0 <= profile.scales["e4m3fn/amax"]["x"] / (amax / 448) <= 1 + 2**-7
     assert profile.scales.keys() == {"e4m3fn/amax"}
     assert serde.loads(Profile, serde.dumps(profile)) == profile
-
-
-def test_the_range_of_a_weight_is_that_of_its_elements(measure, tmp_path):
     found = measure(200, draws=1).site("deep").operands["w_deep"]
     stored = next(t for t in onnx.load(tmp_path / "source.onnx").graph.initializer if t.name == "w_deep")
     w = onnx.numpy_helper.to_array(stored).astype(np.float64)

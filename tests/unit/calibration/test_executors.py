@@ -110,7 +110,7 @@ def test_ray_is_optional_and_refused_at_once_where_nothing_listens(monkeypatch):
 # In which order rows are taken
 
 
-def test_the_first_rows_come_from_everywhere():
+def test_the_first_rows_come_from_everywhere_and_spans_are_cut_at_a_row_or_behind_a_batch():
     spans = scattered(10_000_000, 512, seed=0)
     first = first_rows(spans, 4096)
     assert [span.stop - span.start for span in first] == [512] * 8
@@ -124,9 +124,6 @@ def test_the_first_rows_come_from_everywhere():
             counts[span.start // 10_000] += 1
     # 6,400 spans over 50 places: 128 each, give or take 11 and a little more. Seen: 102 to 152.
     assert counts.min() > 85 and counts.max() < 175
-
-
-def test_spans_are_cut_at_a_row_or_behind_a_batch():
     spans = [Span(1000, 1300), Span(0, 500), Span(500, 1000)]
     assert first_rows(spans, 350) == [Span(1000, 1300), Span(0, 50)]
     # The last batch of the file is short, and cut rows count from where a span begins.
@@ -230,7 +227,7 @@ def test_ranges_from_some_rows_are_those_of_a_draw_over_the_whole_file(rows, tmp
     assert some.errors(tmp_path, ranges, scales_of(ranges, (PER_TENSOR,))).rows == SORTED_ROWS
 
 
-def test_factors_are_steps_of_one_octave_from_the_profiles_own_scales_on():
+def test_factors_are_steps_of_an_octave_and_moved_scales_are_bfloat16():
     assert draw_factors(1) == (1.0,)
     assert draw_factors(4) == pytest.approx([1, 2**0.2, 2**0.4, 2**0.6])
     assert draw_factors(8) == pytest.approx([2 ** (step / 8) for step in range(8)])
@@ -238,9 +235,6 @@ def test_factors_are_steps_of_one_octave_from_the_profiles_own_scales_on():
         with pytest.raises(ConfigError) as caught:
             draw_factors(draws)
         assert caught.value.code == "E0503"
-
-
-def test_moved_scales_are_bfloat16_and_integers_keep_zero_points():
     scales = (np.random.default_rng(0).random(1000) + 0.01).astype(ml_dtypes.bfloat16).astype(np.float32)
     for factor in draw_factors(8)[1:]:
         found = moved(scales, factor, E4M3FN)

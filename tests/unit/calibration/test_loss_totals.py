@@ -112,16 +112,13 @@ def test_rows_without_a_group_are_units_of_their_own(groups):
     assert buckets[0] != buckets[2]
 
 
-def test_buckets_are_the_same_in_every_process_and_even():
+def test_buckets_are_the_same_everywhere_and_more_groups_than_buckets_keep_the_interval():
     assert buckets_of(np.array([0, 1, 2, 10**12])).tolist() == NUMBERS
     assert buckets_of(np.array(["user 1"])).tolist() == STRINGS
     assert buckets_of(np.array([0.0])).tolist() == buckets_of(np.array([-0.0])).tolist()
     counts = np.bincount(buckets_of(np.arange(400_000)), minlength=BUCKETS)
     assert counts.min() > 50 and counts.max() < 160
-
-
-def test_more_groups_than_buckets_keep_the_interval():
-    """20,000 users of five rows that move together: 4096 buckets see it, rows do not."""
+    # 20,000 users of five rows that move together: 4096 buckets see it, rows do not.
     random = np.random.default_rng(3)
     names = np.repeat(np.arange(20_000), 5)
     moved = np.repeat(random.standard_normal(20_000), 5) + random.standard_normal(100_000)

@@ -204,11 +204,6 @@ def test_norms_in_bfloat16(name, tmp_path):
         assert 5e-4 < error.relative_error < 5e-3
 
 
-def test_a_recipe_with_per_tensor_weights_is_required():
-    with pytest.raises(InternalError):
-        ProbeOptions(recipes=(PER_CHANNEL_WEIGHT,))
-
-
 @pytest.mark.parametrize(("body", "shown"), [
     # Exp overflows, and the logarithm of a negative number is NaN.
     ("[fc1] h = MatMul(x, w1)  e = Exp(h)  [fc2] y = MatMul(e, head)", "amax inf, sum of squares inf"),
@@ -225,17 +220,7 @@ def test_an_activation_that_is_not_finite_names_site_tensor_and_batch(body, show
     assert text.startswith("site 'fc2': its input 'e' is not finite in batch 7 of 10 of 'clicks-0412.npz'")
 
 
-def test_an_infinite_weight_is_refused(tmp_path):
-    weight = W1.copy()
-    weight[3, 4] = np.inf
-    artifact = artifact_of(tmp_path, "[fc1] h = MatMul(x, w1)  [fc2] y = MatMul(h, head)", w1=weight)
-    x = np.zeros((64, 16))
-    with pytest.raises(CalibrationError) as caught:
-        calibrate(artifact, (LOGIT,), data_of(tmp_path, x), tmp_path, ProbeOptions(threads=1))
-    assert caught.value.code == "E0506"
-
-
-def test_dead_activations_and_weights_have_no_error(tmp_path):
+def test_dead_activations_have_no_error_and_an_infinite_weight_is_refused(tmp_path):
     """Zero everywhere: the scale is 1, and nothing divides by zero."""
     artifact = artifact_of(tmp_path, "z = Relu(x)  [fc1] h = MatMul(z, w1)  [fc2] y = MatMul(h, head)")
     profile = calibrate(
@@ -245,6 +230,15 @@ def test_dead_activations_and_weights_have_no_error(tmp_path):
     assert (error.activation_scale, error.signal.parts) == (1.0, ())
     assert error.relative_error == 0.0
     assert (error.saturated, error.underflowed) == (0, 0)
+    weight = W1.copy()
+    weight[3, 4] = np.inf
+    artifact = artifact_of(tmp_path, "[fc1] h = MatMul(x, w1)  [fc2] y = MatMul(h, head)", w1=weight)
+    x = np.zeros((64, 16))
+    with pytest.raises(CalibrationError) as caught:
+        calibrate(artifact, (LOGIT,), data_of(tmp_path, x), tmp_path, ProbeOptions(threads=1))
+    assert caught.value.code == "E0506"
+    with pytest.raises(InternalError):
+        ProbeOptions(recipes=(PER_CHANNEL_WEIGHT,))
 
 
 def test_rows_and_sites_can_be_limited(tmp_path):

@@ -177,7 +177,7 @@ def sample(values: np.ndarray) -> BatchSample:
     return BatchSample.of(BatchSpread(len(values), 512, {"x": sums}), "x")
 
 
-def test_a_sample_is_mean_and_variance_of_the_batches():
+def test_a_sample_is_mean_and_variance_of_the_batches_and_equal_means_are_equal():
     values = np.random.default_rng(0).normal(3.0, 2.0, 40)
     found = sample(values)
     assert found.batches == 40
@@ -186,6 +186,13 @@ def test_a_sample_is_mean_and_variance_of_the_batches():
     assert BatchSample.of(BatchSpread(9, 512, {}), "log2.3") == BatchSample(9, 0.0, 0.0)
     with pytest.raises(InternalError, match="'x' has 1"):
         BatchSample.of(BatchSpread(1, 512, {}), "x")
+    constant = sample(np.full(10, 0.25))
+    assert compare_means(constant, constant).p_value == 1.0
+    assert compare_means(constant, sample(np.full(10, 0.5))).p_value == 0.0
+    a, b = sample(np.full(10, 1.0)), sample(np.full(10, 1.0 + 1e-7))
+    assert compare_means(a, b).p_value == 0.0
+    assert compare_means(a, b, resolution=1e-6).p_value > 0.9
+    assert compare_means(a, sample(np.full(10, 1.1)), resolution=1e-6).p_value < 1e-50
 
 
 @pytest.mark.parametrize(("sizes", "spreads"), [((9, 30), (1, 5)), ((30, 9), (1, 5)), ((20, 20), (2, 2))])
@@ -198,16 +205,6 @@ def test_the_larger_p_value_of_welch_and_student(sizes, spreads):
     assert found.difference == pytest.approx(b.mean() - a.mean())
     errors = [found.difference / test.statistic for test in (welch, student)]
     assert found.standard_error == pytest.approx(max(errors))
-
-
-def test_equal_means_and_what_arithmetic_cannot_tell_apart():
-    constant = sample(np.full(10, 0.25))
-    assert compare_means(constant, constant).p_value == 1.0
-    assert compare_means(constant, sample(np.full(10, 0.5))).p_value == 0.0
-    a, b = sample(np.full(10, 1.0)), sample(np.full(10, 1.0 + 1e-7))
-    assert compare_means(a, b).p_value == 0.0
-    assert compare_means(a, b, resolution=1e-6).p_value > 0.9
-    assert compare_means(a, sample(np.full(10, 1.1)), resolution=1e-6).p_value < 1e-50
 
 
 def test_variances_are_compared_in_comparable_units():

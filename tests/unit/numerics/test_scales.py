@@ -64,7 +64,7 @@ def test_amax_on_and_just_beside_the_grid(format):
         assert amax_scale(np.nextafter(grid * format.max, np.inf), format) > grid
 
 
-def test_zero_and_tiny_ranges_and_scales_per_tensor():
+def test_zero_and_tiny_ranges_have_a_scale_and_weights_without_one_are_refused():
     assert amax_scale(0.0, E4M3FN) == 1.0
     assert amax_scale(1e-45, E4M3FN) == 2.0**-126
     w = np.array([[1.0, -7.0]], np.float16)
@@ -72,6 +72,12 @@ def test_zero_and_tiny_ranges_and_scales_per_tensor():
     assert scale.shape == ()
     assert float(scale) == 2.0**-6
     assert weight_scales(w[:0], Granularity.PER_TENSOR, 0, E4M3FN) == 1.0
+    with pytest.raises(CalibrationError, match=r"1 of 3 ranges, the first is number 1"):
+        weight_scales(np.array([[1.0], [1e39], [2.0]]), Granularity.PER_CHANNEL, 0, E4M3FN)
+    w = np.array([[1.0, np.nan], [np.inf, 0.0]], np.float32)
+    with pytest.raises(CalibrationError) as caught:
+        weight_scales(w, Granularity.PER_CHANNEL, 0, E4M3FN)
+    assert (caught.value.code, caught.value.evidence) == ("E1904", "2 of 4 elements")
 
 
 @pytest.mark.parametrize("amax", [float("inf"), float("nan"), -1.0, 1e39])
@@ -97,15 +103,6 @@ def test_weight_scales_per_channel_are_those_of_each_channel(format, axis):
     bound = np.moveaxis(np.broadcast_to(scales, channels.T.shape).T, 0, axis)
     half_ulp = format.max * 2.0 ** -(format.mantissa_bits + 1)
     assert (error <= bound * half_ulp).all()
-
-
-def test_weights_without_a_scale_are_refused():
-    with pytest.raises(CalibrationError, match=r"1 of 3 ranges, the first is number 1"):
-        weight_scales(np.array([[1.0], [1e39], [2.0]]), Granularity.PER_CHANNEL, 0, E4M3FN)
-    w = np.array([[1.0, np.nan], [np.inf, 0.0]], np.float32)
-    with pytest.raises(CalibrationError) as caught:
-        weight_scales(w, Granularity.PER_CHANNEL, 0, E4M3FN)
-    assert (caught.value.code, caught.value.evidence) == ("E1904", "2 of 4 elements")
 
 
 RULES = ("amax", "percentile-99.9", "percentile-99.99", "mse")
@@ -363,12 +360,20 @@ def test_specials_saturate_and_nan_stays(format):
     np.testing.assert_array_equal(beyond, [limit, -limit])
 
 
-def test_fnuz_has_one_zero_and_products_beyond_fp32_are_infinite():
+def test_fnuz_has_one_zero_and_integers_have_channels_and_specials():
     q = quantize(np.array([448.0]), 1.0, E4M3FN)
     assert dequantize(q, 1e38).tolist() == [np.inf]
     x = np.array([-0.0, -1e-9, 0.0], np.float32)
     assert quantize(x, 1.0, E4M3FNUZ).view(np.uint8).tolist() == [0, 0, 0]
     assert quantize(x, 1.0, E4M3FN).view(np.uint8).tolist() == [0x80, 0x80, 0]
+    w = np.random.default_rng(1).normal(size=(3, 5)).astype(np.float32)
+    scale = np.float32([0.01, 0.1, 1.0])
+    codes = quantize(w, scale, INT8, 0)
+    np.testing.assert_array_equal(codes, by_int64(w, scale[:, None], INT8, 0))
+    np.testing.assert_array_equal(dequantize(codes, scale, 0), codes.astype(np.float32) * scale[:, None])
+    assert quantize(np.float32([np.inf, -np.inf]), 1.0, UINT8, zero_point=9).tolist() == [255, 0]
+    with pytest.raises(CalibrationError, match="INT8 holds no NaN"):
+        quantize(np.float32([np.nan]), 1.0, INT8)
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf"), 1e-60])
@@ -415,14 +420,3 @@ def test_integers_against_int64_and_onnx_runtime(format, zero_point, scale):
     q, y = ort.InferenceSession(model, providers=["CPUExecutionProvider"]).run(None, {"x": x})
     np.testing.assert_array_equal(q, expected)
     np.testing.assert_array_equal(y, values)
-
-
-def test_integer_channels_and_specials():
-    w = np.random.default_rng(1).normal(size=(3, 5)).astype(np.float32)
-    scale = np.float32([0.01, 0.1, 1.0])
-    codes = quantize(w, scale, INT8, 0)
-    np.testing.assert_array_equal(codes, by_int64(w, scale[:, None], INT8, 0))
-    np.testing.assert_array_equal(dequantize(codes, scale, 0), codes.astype(np.float32) * scale[:, None])
-    assert quantize(np.float32([np.inf, -np.inf]), 1.0, UINT8, zero_point=9).tolist() == [255, 0]
-    with pytest.raises(CalibrationError, match="INT8 holds no NaN"):
-        quantize(np.float32([np.nan]), 1.0, INT8)

@@ -106,6 +106,10 @@ def test_a_single_class_leaves_nothing_to_compare_and_regression_has_its_metrics
     assert squared_error_rows(f, y).tolist() == [0.25, 0.0, 4.0]
     assert weighted_mean(squared_error_rows(f, y)) == pytest.approx(4.25 / 3)
     assert normalized_squared_error(f, y) == pytest.approx(4.25 / 3 / np.var(y))
+    scores = np.arange(5.0)
+    assert auc_difference(scores, -scores, np.zeros(5)) is None
+    one = auc_difference(scores, -scores, np.array([0.0, 0, 0, 0, 1]))
+    assert (one.value, one.upper) == (-1.0, math.inf)
 
 
 @given(
@@ -193,13 +197,6 @@ def test_weights_scale_out_and_equal_models_differ_by_nothing():
     reference, _, y = sample(np.random.default_rng(15), 50)
     same = auc_difference(reference, 2 * reference + 1, y)
     assert (same.value, same.lower, same.upper) == (0.0, 0.0, 0.0)
-
-
-def test_a_single_class_has_no_area_and_a_single_positive_no_spread():
-    scores = np.arange(5.0)
-    assert auc_difference(scores, -scores, np.zeros(5)) is None
-    one = auc_difference(scores, -scores, np.array([0.0, 0, 0, 0, 1]))
-    assert (one.value, one.upper) == (-1.0, math.inf)
 
 
 # The largest error seen on 20,000 random pairs was 6.1e-14, at |δ| just below SERIES_BELOW.

@@ -333,7 +333,7 @@ def test_engines_by_size_share_one_certificate():
         assert [loser.why for loser in alone.losers] == [Why.NOT_CERTIFIED]
 
 
-def test_a_routed_engine_that_misses_on_certification_gives_its_sizes_back():
+def test_a_routed_engine_that_misses_on_certification_or_failed_at_a_size_gets_none():
     target = by_size(BOTH_SIZES, missed=("fp8-safe",))
     assert (target.plan, target.routes) == ("bf16", ())
     assert [loser.why for loser in target.losers] == [Why.NOT_CERTIFIED]
@@ -341,9 +341,6 @@ def test_a_routed_engine_that_misses_on_certification_gives_its_sizes_back():
     fallen = by_size({**BOTH_SIZES, FP32: timed(FP32, b8=100, b512=2000)}, missed=("bf16",))
     assert (fallen.plan, fallen.routes) == ("fp32", ())
     assert [loser.why for loser in fallen.losers] == [Why.NOT_CERTIFIED, Why.NOT_SELECTED]
-
-
-def test_an_engine_that_failed_at_a_served_size_is_not_emitted():
     target = by_size(both(bf16={"b8": 50, "b512": 1000}, fp8={"b8": 10}))
     assert (target.plan, target.routes) == ("bf16", ())
     assert [loser.why for loser in target.losers] == [Why.NO_SPEED]

@@ -119,7 +119,7 @@ def test_a_batch_size_that_every_engine_fails_at_is_not_forgotten():
     assert [loser.why for loser in target.losers] == [Why.FAILED, Why.FAILED]
 
 
-def test_a_simulation_is_not_emitted_because_no_speed_is_known():
+def test_a_simulation_is_not_emitted_for_want_of_speeds_and_must_hold_on_both_splits():
     real = Candidate("fp8-all", 10, counts=False, fallbacks=1)
     simulation = Candidate("fp8-all", 1, counts=False, simulated=True, backend="ort")
     target = only(on_h200("fp32", 400), simulation, real)
@@ -127,6 +127,11 @@ def test_a_simulation_is_not_emitted_because_no_speed_is_known():
     assert {loser.engine: loser.why for loser in target.losers}[simulation.engine().id] is Why.SIMULATED
     # In simulation alone it is inside the budget, and there is no engine for it.
     assert only(on_h200("fp32", 400), simulation).plan == "fp32"
+    built = [absent("bf16").engine(), absent("fp8-all").engine()]
+    good, bad = simulated("fp8-all"), simulated("fp8-all", BEYOND)
+    for first, second, expected in ((good, good, "fp8-all"), (good, bad, "bf16"), (bad, good, "bf16")):
+        evaluations = EvaluationSet((first.evaluation("selection"), second.evaluation("certification")))
+        assert choose(built, evaluations, PLANS).targets[0].plan == expected
 
 
 SECOND = replace(plan("fp8-safe-attempt-2", Precision.BF16, 0.5), instead_of="fp8-safe")
@@ -224,11 +229,3 @@ def test_the_exact_model_comes_last_whatever_was_seen_of_it(fp32_here, bf16_here
     here = [Candidate(p, 1, (s,), backend="ort", architecture="cpu", target="cpu") for p, s in seen.items()]
     choice = chosen(*[absent("fp32"), absent("bf16"), absent("fp16")][::order], *here)
     assert choice.targets[0].plan == "bf16"
-
-
-def test_a_simulation_must_hold_on_both_splits():
-    built = [absent("bf16").engine(), absent("fp8-all").engine()]
-    good, bad = simulated("fp8-all"), simulated("fp8-all", BEYOND)
-    for first, second, expected in ((good, good, "fp8-all"), (good, bad, "bf16"), (bad, good, "bf16")):
-        evaluations = EvaluationSet((first.evaluation("selection"), second.evaluation("certification")))
-        assert choose(built, evaluations, PLANS).targets[0].plan == expected

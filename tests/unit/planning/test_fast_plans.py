@@ -135,7 +135,7 @@ def test_kept_sites_stay_and_forced_ones_spend(model):
     assert "its time is not known" in plan.decision("fc1").reason
 
 
-def test_several_devices_have_a_plan_each(model):
+def test_several_devices_have_a_plan_each_and_every_plan_a_predicted_time(model):
     other = timings({"fc1": (8.0, 4.0, 1.0)}, device="nvidia-h200")
     none = DeviceTimings("amd-mi300x", "migraphx", (), (BATCH,))
     found = plans_of(model, (timings(ONE_FAST), other, none))
@@ -145,9 +145,6 @@ def test_several_devices_have_a_plan_each(model):
     ]
     assert {speed.device for speed in found.speeds} == {"nvidia-h100", "nvidia-h200"}
     assert len(found.notes) == 1
-
-
-def test_every_plan_has_a_predicted_time(model):
     found = plans_of(model, (timings(ONE_FAST),), plans=("fp32", "bf16", "fp8-all", "fp8-safe", "fp8-fast"))
     us = {plan.id: plan.predicted_us for plan in found.plans}
     assert us == {
@@ -285,16 +282,13 @@ def test_the_difference_is_added_to_what_was_measured_of_the_plan_that_differs_i
     assert nearer.start == "bf16"
 
 
-def test_nothing_is_predicted_without_a_like_engine_or_kernel_times():
+def test_nothing_is_predicted_without_a_like_engine_or_across_a_kernel_that_is_broken_up():
     other = Known("fp16", plan(base=Precision.FP16), {10: 90.0})
     assert predict(plan("a"), (other,), "gpu") is None
     assert predict(plan("a"), (BF16,), "another") is None
     unknown = Known("near", replace(plan("a"), predicted_us={}), {10: 1.0})
     found = predict(plan("a"), (unknown, BF16), "gpu")
     assert found.start == "bf16"
-
-
-def test_nothing_is_predicted_across_a_kernel_that_one_plan_breaks_up():
     alone = replace(plan("a"), breaks_up={"gpu": {"a": "token-residual-norm"}})
     found = predict(alone, (BF16,), "gpu")
     why = "FP8 at 'a' breaks up the kernel 'token-residual-norm', and what the parts take was not measured"

@@ -111,7 +111,7 @@ def test_every_output_must_be_inside_and_a_site_costs_most_on_the_output_where_i
 TRIPLE = [linear("a"), linear("b"), linear("c")]
 
 
-def test_sites_measured_together_are_judged_by_what_they_cost_together():
+def test_sites_measured_together_are_judged_together_and_what_is_left_of_them_by_its_bound():
     """Alone all would fit; together a and b do not, and the larger one goes."""
     alone = exactly({"a": 0.30, "b": 0.31, "c": 0.1})
     assert safe(TRIPLE, bare_profile(alone)) == {"a", "b", "c"}
@@ -119,10 +119,7 @@ def test_sites_measured_together_are_judged_by_what_they_cost_together():
     found = judged(TRIPLE, bare_profile(alone, (together,)))
     assert [found[name].verdict for name in "abc"] == [Verdict.SAFE, Verdict.UNSAFE, Verdict.SAFE]
     assert "together with 'a' on the same tensor, beyond the 0.045 %" in found["b"].reason
-
-
-def test_what_is_left_of_a_group_is_held_to_what_its_sites_cost_at_most():
-    """d goes; (√.2 + √.2)² = .8 fits beside c, (√.3 + √.3)² = 1.2 does not, and .3 does."""
+    # d goes; (√.2 + √.2)² = .8 fits beside c, (√.3 + √.3)² = 1.2 does not, and .3 does.
     sites = [*TRIPLE, linear("d")]
     together = group("x", "abd", {"ctr": kl_of(2.0 * ALLOWED)})
     alone = exactly({"a": 0.2, "b": 0.2, "c": 0.1, "d": 0.9})
@@ -133,10 +130,7 @@ def test_what_is_left_of_a_group_is_held_to_what_its_sites_cost_at_most():
     found = judged(sites, bare_profile(alone, (together,)))
     assert {name for name in "abcd" if found[name].verdict is Verdict.SAFE} == {"a", "c"}
     assert "KL at most 0.06 %" in found["b"].reason and found["b"].verdict is Verdict.UNSAFE
-
-
-def test_sites_that_do_not_compete_leave_a_group():
-    """What was measured with d says nothing of a and b without it."""
+    # What was measured with d says nothing of a and b without it.
     sites = [linear("a"), linear("b"), linear("d")]
     together = group("x", "abd", {"ctr": kl_of(0.0)})
     profile = bare_profile(exactly({"a": 0.3, "b": 0.3, "d": 0.0}), (together,))

@@ -84,7 +84,7 @@ def speed(site: str, saved_us: float, tensor: str, quantize_us: float = 0.0) -> 
 SPEEDS = (speed("fc0", 2.0, "x", 1.0), speed("fc1", 50.0, "n"), speed("fc2", 4.0, "f"))
 
 
-def test_known_times_decide_what_is_worth_its_cost(model):
+def test_known_times_decide_what_is_worth_its_cost_and_the_predicted_time_follows(model):
     giving = Ladder(model, profile_of(model, KL), (CTR,), SPEEDS)
     found = giving.revert_sites(plan(model, *ALL), evaluation(measured(1e-3, 1.05e-3)), "gpu")
     assert [each.sites for each in found.returned] == [("fc0",)]
@@ -92,9 +92,6 @@ def test_known_times_decide_what_is_worth_its_cost(model):
     # Times of another device say nothing of this one.
     other = giving.revert_sites(plan(model, *ALL), evaluation(measured(1e-3, 1.05e-3)), "another")
     assert [each.sites for each in other.returned] == [("fc1",)]
-
-
-def test_the_predicted_time_follows(model):
     giving = Ladder(model, profile_of(model, KL), (CTR,), SPEEDS)
     known = replace(plan(model, *ALL), predicted_us={"gpu": {"10": 100.0}, "b": {"10": 7.0}}, device="gpu")
     found = giving.revert_sites(known, evaluation(measured(1e-3, 1.05e-3)), "gpu")
@@ -108,7 +105,7 @@ def test_the_predicted_time_follows(model):
     assert still.plan.predicted_us == {"gpu": {"10": pytest.approx(102.0)}}
 
 
-def test_sites_that_share_a_tensor_go_together(model):
+def test_sites_that_share_a_tensor_go_together_and_what_the_user_forced_stays(model):
     profile = replace(profile_of(model, KL), groups=(group("x", ("fc0", "fc1"), {"ctr": kl_of(4.5e-4)}),))
     quick = (speed("fc0", 2.0, "x", 1.0), speed("fc1", 2.0, "x", 1.0), SPEEDS[2])
     giving = Ladder(model, profile, (CTR,), quick)
@@ -119,9 +116,6 @@ def test_sites_that_share_a_tensor_go_together(model):
     assert giving.rungs(ALL, "another")[1:] == tuple(map(frozenset, (("fc2",), ("fc0", "fc2"), ALL)))
     assert found.returned[0].kl == pytest.approx(0.9)
     assert found.plan.predicted_kl == {"ctr": pytest.approx(1e-4)}
-
-
-def test_what_the_user_forced_stays(model):
     giving = Ladder(model, profile_of(model, KL), (CTR,), (), forced=("fc1",))
     missed = evaluation(measured(6e-4, 1.05e-3))
     found = giving.revert_sites(plan(model, *ALL), missed, "gpu")

@@ -74,17 +74,14 @@ def test_an_unsafe_norm_stays_in_fp32_in_every_plan(model, plan_id):
     assert plan.decision("fc0").precision is plan.base
 
 
-def test_verdicts_are_open_where_more_rows_could_change_them(model):
+def test_verdicts_are_open_where_more_rows_could_change_them_and_close_as_rows_come_in(model):
     astride, norm = kl_of(ALLOWED, 1e-5), kl_of(NORM_ALLOWANCE * ALLOWED, 1e-5)
     kl = {"fc1": astride, "fc2": kl_of(1.0, 1e-3), "ln": norm, "thin": astride, "dot": astride}
     profile = profile_of(model, kl)
     # Neither what is decided nor what does not compete; in the model's order.
     assert open_verdicts(model, profile, (CTR,)) == ("ln", "fc1")
     assert open_verdicts(model, profile_of(model, {}), (CTR,)) == ()
-
-
-def test_verdicts_close_as_rows_come_in(model):
-    """The same spread of rows at four times as many rows, again and again: a standard error half as large."""
+    # The same spread of rows at four times as many rows, again and again: a standard error half as large.
     found = []
     for doublings in range(10):
         units = 2**6 * 4**doublings
@@ -116,7 +113,7 @@ def test_the_default_plans_in_order_and_as_json(model):
     assert serde.loads(PlanSet, serde.dumps(plans)) == plans
 
 
-def test_a_kept_site_stays_and_leaves_its_share_to_the_others(model):
+def test_a_kept_site_leaves_its_share_to_the_others_and_a_forced_one_runs_in_fp8(model):
     """fc0 and fc2 need all of what is allowed but fc1's share, and a little more."""
     kl = {
         "fc1": kl_of(share("fc1") / 2),
@@ -128,9 +125,6 @@ def test_a_kept_site_stays_and_leaves_its_share_to_the_others(model):
     assert plan.fp8_sites == ("fc0", "fc2")
     assert plan.decision("fc1").reason.startswith("kept in bf16 by 'fc1'; KL 0.00357 %")
     assert "fc1" not in plan_of(model, {}, "fp8-all", keep=("fc1",)).fp8_sites
-
-
-def test_a_forced_site_runs_in_fp8_whatever_its_verdict(model):
     plan = plan_of(model, {"fc1": kl_of(1.0)}, force=("fc1", "d*"))
     assert plan.fp8_sites == ("fc0", "fc1", "dot", "fc2")
     assert plan.decision("fc1").verdict is Verdict.UNSAFE

@@ -44,11 +44,27 @@ ALONE = [timing for timing in shipped_timings("nvidia-h100") if timing.kernel.na
 H100 = {model.kernel.name: model for model in TimeTable(ALONE).models.values()}
 
 
-def test_measured_shapes_answer_with_what_was_measured():
+def test_measured_shapes_answer_as_measured_and_more_work_takes_more_time():
     for model in H100.values():
         for known in (t for t in shipped_timings("nvidia-h100") if t.kernel == model.kernel):
             found = model.estimate(known.shape)
             assert (found.us, found.is_measured, found.error_us) == (known.us, True, known.spread_us or 0.0)
+    # Monotone but for the little that measured neighbours disagree by.
+    for model in H100.values():
+        is_cast = model.kernel.name == QUANTIZE
+        for axis in range(3):
+            if is_cast and axis == 1:
+                continue
+            for fixed in (256, 1024, 4096):
+                sizes = [[fixed, 0 if is_cast else fixed, fixed] for _ in range(25)]
+                for size, value in zip(sizes, np.geomspace(256, 4096, 25), strict=True):
+                    size[axis] = round(value)
+                found = [model.estimate(Shape(*size)) for size in sizes]
+                us = np.array([estimate.us for estimate in found if estimate is not None])
+                assert len(us) == 25
+                assert (us >= 0.93 * np.maximum.accumulate(us)).all()
+                if fixed == 4096:
+                    assert us[-1] > 3.0 * us[0]
 
 
 def test_a_roofline_is_found_again_and_what_it_misses_is_carried_to_neighbours_only():
@@ -98,25 +114,6 @@ def test_the_standard_error_is_the_size_of_the_errors_that_are_seen():
     pairs = [pair for model in H100.values() for pair in leave_one_out(model)]
     inside = [abs(found.us - us) <= found.error_us for found, us in pairs]
     assert 0.5 < np.mean(inside) < 0.95
-
-
-def test_more_work_takes_more_time():
-    """Monotone but for the little that measured neighbours disagree by."""
-    for model in H100.values():
-        is_cast = model.kernel.name == QUANTIZE
-        for axis in range(3):
-            if is_cast and axis == 1:
-                continue
-            for fixed in (256, 1024, 4096):
-                sizes = [[fixed, 0 if is_cast else fixed, fixed] for _ in range(25)]
-                for size, value in zip(sizes, np.geomspace(256, 4096, 25), strict=True):
-                    size[axis] = round(value)
-                found = [model.estimate(Shape(*size)) for size in sizes]
-                us = np.array([estimate.us for estimate in found if estimate is not None])
-                assert len(us) == 25
-                assert (us >= 0.93 * np.maximum.accumulate(us)).all()
-                if fixed == 4096:
-                    assert us[-1] > 3.0 * us[0]
 
 
 def table(*timings: KernelTiming) -> TimeTable:
@@ -189,7 +186,7 @@ def test_what_is_written_is_read_and_the_last_time_of_a_kernel_on_a_shape_stands
         assert database.read("nvidia-h100") == in_order([later, *TIMINGS[1:3]])
 
 
-def test_a_time_of_another_device_of_that_name_is_measured_again(tmp_path):
+def test_a_time_of_another_device_is_measured_again_and_an_impossible_one_refused(tmp_path):
     """Run files call both of these nvidia-h100; one has half the memory bandwidth of the other."""
     shape, here = Shape(2, 3, 5), "NVIDIA H100 80GB HBM3"
     of_pcie = replace(TIMINGS[1], provenance=replace(NOTED, device_name="NVIDIA H100 PCIe"))
@@ -199,9 +196,6 @@ def test_a_time_of_another_device_of_that_name_is_measured_again(tmp_path):
         assert database.missing([(SCALED_MM, shape)], "NVIDIA H100 PCIe") == ()
         database.add([replace(of_pcie, provenance=replace(NOTED, device_name=here))])
         assert database.missing([(SCALED_MM, shape)], here) == ()
-
-
-def test_an_impossible_time_in_a_file_is_refused(tmp_path):
     with TimingDatabase(tmp_path / "a.sqlite") as database:
         database.add(TIMINGS[:1])
         database.export(tmp_path / "timings.json")

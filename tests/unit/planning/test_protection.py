@@ -75,7 +75,7 @@ def test_the_logit_end_stays_in_fp32(plan_id, model):
     assert plan.decision("head").precision is (Precision.FP8 if plan_id == "fp8-all" else plan.base)
 
 
-def test_protection_is_the_users_choice(model):
+def test_protection_is_the_users_choice_and_a_node_that_is_kept_stays_in_fp32(model):
     nothing = plan_of(model, "fp8-all", protect=())
     assert nothing.wide == () and nothing.decision("platt").precision is Precision.FP8
     stream = plan_of(model, "fp8-all", protect=(Protection.RESIDUAL,))
@@ -84,9 +84,6 @@ def test_protection_is_the_users_choice(model):
     assert stream.decision("norm").reason == "carries the residual stream to the next block"
     both = plan_of(model, "fp8-all", protect=tuple(Protection))
     assert wide(both) == {"join0", "join1"} | ENDS
-
-
-def test_a_node_that_is_kept_stays_in_fp32(model):
     plan = plan_of(model, "fp8-all", keep=("act", "fc1", "heat"))
     assert set(plan.wide) == {
         Wide("act", "kept by 'act'"),
@@ -100,7 +97,7 @@ def test_a_node_that_is_kept_stays_in_fp32(model):
     assert merged.precision is Precision.BF16 and merged.reason.startswith("kept in bf16 by 'q'; ")
 
 
-def test_an_overflow_stays_in_fp32_in_fp16_and_nowhere_else(model):
+def test_an_overflow_stays_in_fp32_in_fp16_and_an_fp8_site_that_reads_it_even_if_forced(model):
     tensors = magnitudes_of(model, h0=TensorRange(7e4), r0=TensorRange(7e4))
     plan = plan_of(model, "fp16", tensors)
     why = "tensor 'h0' reaches 7e+04: 8 times that is beyond FP16's 65504"
@@ -109,9 +106,6 @@ def test_an_overflow_stays_in_fp32_in_fp16_and_nowhere_else(model):
     assert (plan.decision("fc0").precision, plan.decision("fc0").reason) == (Precision.FP32, why)
     assert plan.decision("fc0").verdict is Verdict.NOT_JUDGED
     assert wide(plan_of(model, "bf16", tensors)) == ENDS
-
-
-def test_an_fp8_site_that_reads_what_overflows_stays_in_fp32_even_if_forced(model):
     tensors = magnitudes_of(model, n=TensorRange(7e4))
     for options in ({}, {"force": ("fc1",)}):
         plan = plan_of(model, "fp8-all", tensors, base=Precision.FP16, **options)
@@ -258,7 +252,7 @@ def reasons(model: GraphModel, **amax: float | TensorRange) -> dict[str, str]:
 MLP = "h = MatMul(x, w) t = Transpose(h) r = Relu(t) s = Tanh(x) y = Add(r, s)"
 
 
-def test_an_activation_of_70000_is_refused_and_named(tmp_path):
+def test_an_activation_of_70000_is_refused_with_a_margin_for_rows_that_were_not_seen(tmp_path):
     model = load(tmp_path, MLP)
     why = "tensor 'h' reaches 7e+04: 8 times that is beyond FP16's 65504"
     assert reasons(model, h=7e4, t=7e4) == dict.fromkeys(("inner/h", "inner/t", "inner/r"), why)
@@ -271,9 +265,6 @@ def test_an_activation_of_70000_is_refused_and_named(tmp_path):
     places = unproven_places(model, ranges_of(model, s=1e9))
     assert {node for place in places for node in place.nodes} == {"inner/s", "inner/y"}
     assert (len(places), count_places(places)) == (2, 1)
-
-
-def test_the_margin_is_for_rows_that_were_not_seen(tmp_path):
     model = load(tmp_path, MLP)
     inside = LARGEST / MARGIN
     assert reasons(model, h=inside, t=inside) == {}

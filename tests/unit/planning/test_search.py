@@ -112,7 +112,7 @@ def test_large_units_stay_inside_the_budget_and_near_the_best(problem):
     assert problem.value(found) <= best + 1e-9
 
 
-def test_a_large_unit_is_taken_as_a_whole_at_what_it_was_measured_to_cost():
+def test_a_large_unit_is_taken_whole_and_forced_sites_that_do_not_fit_have_no_solution():
     sites = [f"s{number}" for number in range(search.LARGEST_UNIT + 2)]
     unit = frozenset(sites)
     alone, saved = dict.fromkeys(sites, 0.05), dict.fromkeys(sites, 1.0)
@@ -122,9 +122,6 @@ def test_a_large_unit_is_taken_as_a_whole_at_what_it_was_measured_to_cost():
     dear = problem_of(saved, alone, units=(unit,), together={unit: 1.1})
     found = solve(dear)
     assert len(found) == 2
-
-
-def test_forced_sites_that_do_not_fit_have_no_solution():
     problem = problem_of({"a": 1.0, "b": 1.0}, {"a": 1.5, "b": 0.1})
     assert solve(problem, {"a": True}) is None
     assert solve(problem, {"a": False}) == {"b"}

@@ -38,7 +38,7 @@ def test_what_slows_both_cancels_and_requests_that_stall_do_not_move_the_ratio()
     assert (found.value, found.lower, found.upper) == pytest.approx((2.0, 2.0, 2.0))
 
 
-def test_of_two_engines_it_is_the_paired_t_interval_of_the_logarithms():
+def test_the_interval_is_the_paired_t_or_pooled_over_rivals_with_a_divided_risk():
     rng = np.random.default_rng(5)
     ours, theirs = np.exp(rng.normal(4, 0.05, (2, 7)))
     found = speed(b8=(8 * ours).tolist()).over(speed(b8=(8 * theirs).tolist()))
@@ -46,9 +46,6 @@ def test_of_two_engines_it_is_the_paired_t_interval_of_the_logarithms():
     half = stats.t.ppf(0.975, 6) * change.std(ddof=1) / np.sqrt(7)
     lower, upper = np.exp(change.mean() - half), np.exp(change.mean() + half)
     assert (found.value, found.lower, found.upper) == pytest.approx((np.exp(change.mean()), lower, upper))
-
-
-def test_the_variance_is_pooled_over_rivals_and_the_risk_divided_among_their_pairs():
     rng = np.random.default_rng(6)
     times = np.exp(rng.normal(4, 0.01, (4, 6)) + rng.normal(0, 0.2, 6))
     speeds = rivals({f"e{n}": speed(b1=row.tolist()) for n, row in enumerate(times)})

@@ -292,7 +292,7 @@ def test_a_near_miss_is_left_alone(case, tmp_path):
 HERE = Path(__file__).parent
 OPSETS = (13, 18)
 """Axes as an attribute, and as an input."""
-# `tf_norm_forms.txt` is what tf2onnx wrote of these; TensorFlow takes 1.6 GB, so that tests do not install it.
+# `tf_norm_forms.txt` is what tf2onnx wrote of these: TensorFlow takes 1.6 GB, and tests do without.
 OF_TENSORFLOW = {
     "moments": [LAYER], "by_hand": [LAYER], "layer_norm": [LAYER], "layer_norm_of_rank_3": [LAYER],
     "layer_norm_of_two_axes": [LAYER], "layer_norm_without_affine": [LAYER],
