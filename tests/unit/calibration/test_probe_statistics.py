@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 import pytest
 from small_models import LOGIT, TWO_SITES, W1, artifact_of, columns_of, data_of, dataset_of
-from zoo_runs import BATCH, EACH_MODEL, FAST_MODEL, MODEL_NAMES, ROWS, ZooRun, capture, capture_from, zoo_run
+from zoo_runs import BATCH, FAST_MODEL, MODEL_NAMES, ROWS, TWO_MODELS, ZooRun, capture, capture_from, zoo_run
 
 from loka_onnx.calibration.calibrate import ProbeOptions, ProfiledModel, calibrate, update
 from loka_onnx.calibration.observers.reductions import BatchTotals
@@ -101,7 +101,7 @@ def squares(values: Any) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", EACH_MODEL)
+@pytest.mark.parametrize("name", TWO_MODELS)
 def test_ranges_and_errors_of_both_passes(name, tmp_path):
     """Batches of 512, 512 and 476 rows, against what the same session computes inside."""
     run = zoo_run(name)
@@ -185,7 +185,7 @@ def test_errors_from_equal_activations(name, format, tmp_path):
     assert saturated > 0
 
 
-@pytest.mark.parametrize("name", [case for case in EACH_MODEL if "dlrm" not in case.values])
+@pytest.mark.parametrize("name", TWO_MODELS)
 def test_norms_in_bfloat16(name, tmp_path):
     run = zoo_run(name)
     norms = tuple(site for site in run.artifact.sites if site.kind is SiteKind.NORM)

@@ -28,6 +28,8 @@ EACH_MODEL = tuple(
     pytest.param(name, marks=() if name == FAST_MODEL else pytest.mark.slow) for name in MODEL_NAMES
 )
 """Values of a parameter."""
+TWO_MODELS = (FAST_MODEL, pytest.param("interformer", marks=pytest.mark.slow))
+"""Without and with attention, interactions and a history."""
 
 
 @dataclass(frozen=True)

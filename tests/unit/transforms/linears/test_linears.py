@@ -20,7 +20,7 @@ from loka_onnx.transforms.linears.split_concat import SplitConcat
 from loka_onnx.transforms.sequence import apply_mods
 
 
-def test_names_of_merged_sites_tell_the_exported_ones(tmp_path):
+def test_names_of_merged_sites_tell_the_exported_ones_and_a_site_merged_twice_all(tmp_path):
     done = rewrite(MERGED["query_key_value"].model(), MergeParallelLinears(), tmp_path)
     site = done.artifact.site("attention.query+key+value")
     assert site.merged_from == ("attention.query", "attention.key", "attention.value")
@@ -35,10 +35,7 @@ def test_names_of_merged_sites_tell_the_exported_ones(tmp_path):
     )
     done = rewrite(case.model(), MergeParallelLinears(), tmp_path)
     assert list(done.sites()) == ["experts.0.fc+5_more"]
-
-
-def test_a_site_merged_twice_names_the_exported_sites(tmp_path):
-    """The second pass sees a merged site beside one that it may not have taken before."""
+    # The second pass sees a merged site beside one that it may not have taken before.
     case = Case(
         "[a] ha = Gemm(x, wa) [b] hb = Gemm(x, wb) [c] hc = Gemm(x, wc) ra = Relu(ha) rb = Relu(hb)"
         " rc = Relu(hc) s = Add(ra, rb) y = Mul(s, rc)",

@@ -170,7 +170,7 @@ def test_tables_outside_the_model_go_with_the_lookup_and_are_linked(tmp_path, mo
     assert data_locations(onnx.load(halves / "dense.onnx", load_external_data=False)) == ()
 
 
-def test_rows_of_a_cut_tensor_are_those_of_the_batch(tmp_path):
+def test_rows_of_a_cut_tensor_are_those_of_the_batch_and_a_lost_site_is_a_bug(tmp_path):
     split, _ = cut(Case(f"{TURNED} c = ReduceMean<keepdims=0>(e, zero) {TOP}", {"zero": [0]}), tmp_path)
     assert [tensor.shape for tensor in split.cut] == [(None, 4)]
     # Found on data: no shape says that a bag has as many ids as the batch has rows.
@@ -179,6 +179,13 @@ def test_rows_of_a_cut_tensor_are_those_of_the_batch(tmp_path):
     split, _ = cut(case, tmp_path)
     refused = verify_split(split, tmp_path / "whole.onnx", [feeds(case.model(), 3)], tmp_path / "halves")
     assert refused == Declined("block", "it has 12 rows for a batch of 3")
+    whole = described(CUT["columns"], tmp_path)
+    split = halved(whole.path)
+    split.lookup.save(tmp_path / "lookup.onnx")
+    split.dense.save(tmp_path / "dense.onnx")
+    other = replace(whole, sites=(*whole.sites, replace(whole.sites[0], name="lost")))
+    with pytest.raises(InternalError, match=r"other sites than the whole\n  evidence: lost"):
+        describe_halves(split, other, tmp_path)
 
 
 def described(case: Case, folder: Path) -> ModelArtifact:
@@ -204,13 +211,3 @@ def test_the_halves_are_described_with_the_sites_of_the_whole(case, tmp_path):
     assert halves.lookup.sites == ()
     for half in (halves.lookup, halves.dense):
         assert half.digest == storage.model_digest(half.path)
-
-
-def test_a_site_that_the_dense_half_lacks_is_a_bug(tmp_path):
-    whole = described(CUT["columns"], tmp_path)
-    split = halved(whole.path)
-    split.lookup.save(tmp_path / "lookup.onnx")
-    split.dense.save(tmp_path / "dense.onnx")
-    other = replace(whole, sites=(*whole.sites, replace(whole.sites[0], name="lost")))
-    with pytest.raises(InternalError, match=r"other sites than the whole\n  evidence: lost"):
-        describe_halves(split, other, tmp_path)

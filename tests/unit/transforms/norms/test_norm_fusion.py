@@ -149,10 +149,20 @@ def test_other_spellings_are_fused(case, tmp_path):
     assert_equal(outcome)
 
 
-def test_a_factor_that_is_an_activation_stays(tmp_path):
+def test_a_factor_that_is_an_activation_stays_and_unknown_lengths_and_float64_are_declined(tmp_path):
     body = Body(affine="gate = Sigmoid(x) n = Mul(q, gate)")
     outcome = fuse(body.model(), body.mod(), tmp_path)
     assert sorted(outcome.ops) == ["LayerNormalization", "Mul", "Relu", "Sigmoid"]
+    model = Body().model()
+    for info in (model.graph.input[0], model.graph.output[0]):
+        info.type.tensor_type.shape.dim[1].dim_param = "width"
+    outcome = fuse(model, FuseLayerNorm, tmp_path)
+    assert [d.reason for d in outcome.declined] == ["the length of a normalized axis is not known"]
+    model = as_double(Body().model())
+    source = artifact(model, tmp_path / "before.onnx")
+    found = FuseLayerNorm().match(GraphModel.load(source.path))
+    assert not found.matches
+    assert "only FP32 norms" in found.declined[0].reason
 
 
 ELSEWHERE = "an intermediate result of the norm is read elsewhere"
@@ -196,20 +206,7 @@ def test_mean_and_variance_over_different_axes_or_tensors_are_an_rms_norm(source
     assert_equal(outcome)
 
 
-def test_unknown_lengths_and_float64_are_declined(tmp_path):
-    model = Body().model()
-    for info in (model.graph.input[0], model.graph.output[0]):
-        info.type.tensor_type.shape.dim[1].dim_param = "width"
-    outcome = fuse(model, FuseLayerNorm, tmp_path)
-    assert [d.reason for d in outcome.declined] == ["the length of a normalized axis is not known"]
-    model = as_double(Body().model())
-    source = artifact(model, tmp_path / "before.onnx")
-    found = FuseLayerNorm().match(GraphModel.load(source.path))
-    assert not found.matches
-    assert "only FP32 norms" in found.declined[0].reason
-
-
-def test_the_fused_node_takes_the_module_path_or_the_name_of_its_operator(tmp_path):
+def test_the_fused_node_takes_the_module_path_and_rms_norm_operator_set_23(tmp_path):
     body = Body(affine="g = Mul(q, scale) n = Add(g, bias)")
     model = body.model({"scale": SCALE, "bias": BIAS})
     # A tensor that bears the module's name does not push the node off it.
@@ -224,6 +221,9 @@ def test_the_fused_node_takes_the_module_path_or_the_name_of_its_operator(tmp_pa
     for node in model.graph.node:
         node.name = node.name.removeprefix("block")
     assert named(fuse(model, FuseLayerNorm, tmp_path).after, "layernormalization").output[0] == "q"
+    outcome = fuse(Body(centred=False).model(), FuseRMSNorm, tmp_path)
+    assert [(o.domain, o.version) for o in outcome.after.opset_import] == [("", 23)]
+    assert [o.version for o in fuse(Body().model(), FuseLayerNorm, tmp_path).after.opset_import] == [21]
 
 
 @pytest.mark.parametrize("centred", [True, False], ids=["layer_norm", "rms_norm"])
@@ -235,12 +235,6 @@ def test_a_norm_that_is_the_output_keeps_the_output_name(centred, tmp_path):
     outcome = fuse(model, body.mod(), tmp_path)
     assert outcome.ops == [body.op()]
     assert [o.name for o in outcome.after.graph.output] == ["y"]
-
-
-def test_rms_norm_moves_the_model_to_operator_set_23(tmp_path):
-    outcome = fuse(Body(centred=False).model(), FuseRMSNorm, tmp_path)
-    assert [(o.domain, o.version) for o in outcome.after.opset_import] == [("", 23)]
-    assert [o.version for o in fuse(Body().model(), FuseLayerNorm, tmp_path).after.opset_import] == [21]
 
 
 NEAR_MISSES = {

@@ -130,12 +130,19 @@ def test_a_kept_site_at_input_and_output_needs_no_cast(base, tmp_path):
     assert op_types(typed.model) == ["LayerNormalization", "Cast", "MatMul", "Cast"]
 
 
-def test_a_kept_site_that_the_graph_lacks_is_our_bug(tmp_path):
+def test_a_kept_site_that_the_graph_lacks_or_whose_type_is_not_known_is_refused(tmp_path):
     source = artifact(mlp(), tmp_path / "m.onnx")
     lost = Decision("gone", Precision.FP32, None, Verdict.NOT_JUDGED, "test")
     plan = PrecisionPlan("bf16", source.digest, Precision.BF16, (lost,), {}, 0.0)
     with pytest.raises(InternalError, match="no node named 'gone'"):
         apply_plan(source, plan, PlanForm(Precision.BF16), tmp_path / "after.onnx")
+    source = artifact(mlp(), tmp_path / "m.onnx")
+    graph = GraphModel.load(source.path)
+    graph.node("ln").inputs[0].dtype = None
+    plan = quantizing_plan(source, {}, PER_TENSOR, base=Precision.BF16, fp8=(), fp32=("ln",))
+    with pytest.raises(TransformError) as caught:
+        cast_to_base(graph, Precision.BF16, plan)
+    assert caught.value.code == "E0605"
 
 
 def with_table(folder: Path) -> onnx.ModelProto:
@@ -170,19 +177,6 @@ def test_a_table_outside_stays_fp32_and_its_rows_are_cast(base, tmp_path, monkey
     whole = onnx.load(typed.path)
     # Two roundings of numbers up to 4: half of 2⁻⁶ each in BF16.
     np.testing.assert_allclose(evaluate(whole, rows)["y"], exact, rtol=0, atol=0.04)
-
-
-def test_identifiers_that_arrive_as_floats_are_not_rounded(tmp_path):
-    """BF16 holds whole numbers up to 256 only."""
-    model = parse(
-        "i = Cast<to=7>(x) e = Gather(table, i) y = Add(e, x)",
-        {"table": np.arange(1000.0)},
-        inputs="float[batch] x",
-        outputs="float[batch] y",
-    )
-    typed = cast(model, Precision.BF16, tmp_path)
-    assert named(typed.model, "block/i").input[0] == "x"
-    assert named(typed.model, "block/y").input[1] != "x"
 
 
 UNDEFINED: dict[str, tuple[str, dict[str, Any]]] = {
@@ -226,13 +220,23 @@ def assert_defined_types(typed: Typed) -> None:
                     assert kind in formal[min(index, len(formal) - 1)].types, (node.op_type, name, kind)
 
 
-def test_limits_of_fp16_constants(tmp_path):
+def test_limits_of_fp16_constants_and_identifiers_that_arrive_as_floats_are_not_rounded(tmp_path):
     typed = cast(parse("h = Softplus(x) y = Relu(h)"), Precision.FP16, tmp_path)
     assert typed.fp32_tensors() == {"x", "y"}
     cast(parse("y = Max(x, mask)", {"mask": -65504.0}), Precision.FP16, tmp_path)
     typed = cast(parse("y = Mul(x, small)", {"small": 2.3e-5}), Precision.FP16, tmp_path)
     stored = float(numpy_helper.to_array(initializer(typed.model, "small.fp16")))
     assert stored == float(np.float16(2.3e-5)) != 2.3e-5
+    # BF16 holds whole numbers up to 256 only.
+    model = parse(
+        "i = Cast<to=7>(x) e = Gather(table, i) y = Add(e, x)",
+        {"table": np.arange(1000.0)},
+        inputs="float[batch] x",
+        outputs="float[batch] y",
+    )
+    typed = cast(model, Precision.BF16, tmp_path)
+    assert named(typed.model, "block/i").input[0] == "x"
+    assert named(typed.model, "block/y").input[1] != "x"
 
 
 FLAT, SQUARED = "float[batch,8]", "float[8,8]"
@@ -300,16 +304,6 @@ def test_control_flow_is_refused(base, tmp_path):
         cast(model, base, tmp_path)
     assert caught.value.code == "E0606"
     assert "'block/y'" in caught.value.what
-
-
-def test_a_tensor_of_unknown_type_at_a_kept_site_is_refused(tmp_path):
-    source = artifact(mlp(), tmp_path / "m.onnx")
-    graph = GraphModel.load(source.path)
-    graph.node("ln").inputs[0].dtype = None
-    plan = quantizing_plan(source, {}, PER_TENSOR, base=Precision.BF16, fp8=(), fp32=("ln",))
-    with pytest.raises(TransformError) as caught:
-        cast_to_base(graph, Precision.BF16, plan)
-    assert caught.value.code == "E0605"
 
 
 def quantized(base: Precision, folder: Path, case: str = "gemm_transb", size: float = 1.0) -> Typed:

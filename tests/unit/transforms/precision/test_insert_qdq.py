@@ -154,7 +154,7 @@ def test_an_interaction_quantizes_both_operands(tmp_path):
     )
 
 
-def test_what_reads_one_tensor_shares_its_qdq(tmp_path):
+def test_what_reads_one_tensor_shares_its_qdq_and_interface_and_names_of_sites_stay(tmp_path):
     model = parse("[fc] y = MatMul(x, x)", inputs="float[batch,5,5] x", outputs="float[batch,5,5] y")
     result = quantize(model, {"x": random_rows(6, 5, 5)}, PER_TENSOR, tmp_path)
     assert op_types(result.model) == ["QuantizeLinear", "DequantizeLinear", "MatMul"]
@@ -167,17 +167,6 @@ def test_what_reads_one_tensor_shares_its_qdq(tmp_path):
         ("a", "e4m3fn/per_tensor/per_tensor/amax: Q/DQ"),
         ("b", "e4m3fn/per_tensor/per_tensor/amax: shares the Q/DQ of its input"),
     ]
-
-
-def two_readers(folder: Path, **plan: Any) -> Quantized:
-    model = parse(
-        "[a] p = MatMul(x, w) [b] q = MatMul(x, v) [c] r = MatMul(x, u) s = Add(p, q) y = Add(s, r)",
-        {name: weight(8, 8, seed=i) for i, name in enumerate("wvu")},
-    )
-    return quantize(model, {"x": random_rows(6, 8)}, PER_TENSOR, folder, **plan)
-
-
-def test_the_interface_and_the_names_of_sites_stay(tmp_path):
     result = two_readers(tmp_path)
     before = onnx.load(result.source.path)
     assert list(result.model.graph.input) == list(before.graph.input)
@@ -189,6 +178,14 @@ def test_the_interface_and_the_names_of_sites_stay(tmp_path):
     result = two_readers(tmp_path, fp8=())
     assert result.planned.log.records == ()
     assert result.planned.digest == result.source.digest
+
+
+def two_readers(folder: Path, **plan: Any) -> Quantized:
+    model = parse(
+        "[a] p = MatMul(x, w) [b] q = MatMul(x, v) [c] r = MatMul(x, u) s = Add(p, q) y = Add(s, r)",
+        {name: weight(8, 8, seed=i) for i, name in enumerate("wvu")},
+    )
+    return quantize(model, {"x": random_rows(6, 8)}, PER_TENSOR, folder, **plan)
 
 
 def test_a_plan_for_another_model_or_a_weight_of_another_shape_is_refused(tmp_path):

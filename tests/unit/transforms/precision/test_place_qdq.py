@@ -273,7 +273,7 @@ def test_other_forms_stay_where_they_are(form):
     assert graph.node("q").inputs[0].name == ("t" if reason else "x")
 
 
-def test_chains_are_told(tmp_path):
+def test_chains_are_told_and_end_at_a_tensor_that_is_read_elsewhere(tmp_path):
     body = (
         "k = Add(p, b) g = Relu(k) r = Unsqueeze(g, one) [fc1] q = MatMul(r, w1) t = Sigmoid(q) "
         "m = Mul(q, t) [fc2] l = MatMul(m, w2) y = ReduceMax<keepdims=0>(l, one)"
@@ -286,6 +286,15 @@ def test_chains_are_told(tmp_path):
     assert placed.chains == [
         ("fc1/in0", "chain: 'fc0' feeds 'fc1' in FP8 through Add, Relu"),
         ("fc2/in0", "chain: 'fc1' feeds 'fc2' in FP8 through Sigmoid, Mul"),
+    ]
+    # The sum in front of the norm is the residual stream: it is in memory, whatever the norm writes.
+    body = "[sum] s = Add(h, x) [norm] n = LayerNormalization(s, gain) [fc1] k = MatMul(n, w1) y = Add(k, s)"
+    placed = checked(model(body, {"gain": np.ones(8)}), {"fc0": S, "fc1": S}, tmp_path)
+    assert placed.chains == []
+    body = body.replace("y = Add(k, s)", "y = Relu(k)")
+    placed = checked(model(body, {"gain": np.ones(8)}), {"fc0": S, "fc1": S}, tmp_path / "alone")
+    assert placed.chains == [
+        ("fc1/in0", "chain: 'fc0' feeds 'fc1' in FP8 through Relu, Add, LayerNormalization")
     ]
 
 
@@ -301,19 +310,7 @@ def test_a_chain_ends_at_an_operator_that_does_not_quantize(body, declined, tmp_
     assert placed.declined == ([("fc1/in0", declined)] if declined else [])
 
 
-def test_a_tensor_that_is_read_elsewhere_ends_a_chain(tmp_path):
-    """The sum in front of the norm is the residual stream: it is in memory, whatever the norm writes."""
-    body = "[sum] s = Add(h, x) [norm] n = LayerNormalization(s, gain) [fc1] k = MatMul(n, w1) y = Add(k, s)"
-    placed = checked(model(body, {"gain": np.ones(8)}), {"fc0": S, "fc1": S}, tmp_path)
-    assert placed.chains == []
-    body = body.replace("y = Add(k, s)", "y = Relu(k)")
-    placed = checked(model(body, {"gain": np.ones(8)}), {"fc0": S, "fc1": S}, tmp_path / "alone")
-    assert placed.chains == [
-        ("fc1/in0", "chain: 'fc0' feeds 'fc1' in FP8 through Relu, Add, LayerNormalization")
-    ]
-
-
-def test_weights_zero_points_and_scales_keep_their_form(tmp_path):
+def test_weights_zero_points_and_scales_keep_their_form_and_a_placed_graph_is_cast_to_bf16(tmp_path):
     body = "[cat] c = Concat<axis=1>(h, x) [fc1] y = MatMul(c, v)"
     placed = checked(model(body, {"v": weight(16, 8)}), {"fc0": S, "fc1": 2 * S}, tmp_path)
     for name in ("fc0/weight/dq", "fc1/weight/dq"):
@@ -326,9 +323,6 @@ def test_weights_zero_points_and_scales_keep_their_form(tmp_path):
         assert zero.data_type == TensorProto.FLOAT8E4M3FN
     # 'x' is rounded under the scale of each site that reads it.
     assert sorted(sources(placed.after).values()) == ["h", "x", "x"]
-
-
-def test_a_placed_graph_is_cast_to_bf16(tmp_path):
     proto = model("[cat] c = Concat<axis=1>(h, x) [fc1] y = MatMul(c, v)", {"v": weight(16, 8)})
     source = artifact(proto, tmp_path / "source.onnx")
     plan = plan_of(source, {"fc0": S, "fc1": S})

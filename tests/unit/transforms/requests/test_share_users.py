@@ -180,14 +180,11 @@ def test_what_mixes_rows_computes_on_candidates(body):
     assert on_users(graph) <= {"MatMul", "Gemm", "Reshape", "Shape", "Concat", "Relu"}
 
 
-def test_outputs_that_users_decide_alone_have_a_row_for_each_candidate():
+def test_a_quantized_product_stays_whole_and_outputs_of_users_alone_have_every_row():
     outputs = "float[batch,3] y, float[batch,1] z"
     body = "h = MatMul(u, w4) y = Relu(h) z = ReduceSum(c, one)"
     model = parsed(body, WEIGHTS, inputs=f"{U}, {C}", outputs=outputs)
     assert on_users(answers_alike(model, ("u",))) == {"MatMul", "Relu"}
-
-
-def test_a_quantized_product_stays_whole_and_its_q_reads_gathered_rows():
     weight = RANDOM.integers(-100, 100, (10, 3)).astype(np.int8)
     body = (
         "r = Relu(u) j = Concat<axis=1>(r, c) q = QuantizeLinear(j, scale, zero)"

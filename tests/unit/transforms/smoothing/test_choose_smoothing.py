@@ -150,7 +150,7 @@ def test_two_formats_are_measured_side_by_side(tmp_path):
     assert "which moved into 'fc'; strength " in told["both"][MAKERS["norm"]]
 
 
-def test_linears_that_read_one_tensor_share_the_factors(tmp_path):
+def test_linears_of_one_tensor_share_the_factors_and_a_chain_is_smoothed_until_nothing_changes(tmp_path):
     body = (
         "[norm] n = LayerNormalization(x, gain) [fc] f = MatMul(n, w) [gate] g = MatMul(n, u) y = Mul(f, g)"
     )
@@ -162,10 +162,7 @@ def test_linears_that_read_one_tensor_share_the_factors(tmp_path):
     assert "of 'fc', 'gate', summed," in record.applied[0].what
     for site in ("fc", "gate"):
         assert error(after, site, {"x": rows(9)}) < 3e-3 < error(before, site, {"x": rows(9)})
-
-
-def test_a_chain_is_smoothed_until_nothing_changes(tmp_path):
-    """Each layer is a reader and a maker; `smoothed` runs the mod again and finds nothing."""
+    # Each layer is a reader and a maker; `smoothed` runs the mod again and finds nothing.
     other = np.roll(WILD, 7)
     body = "[norm] n = LayerNormalization(x, gain) [fc1] h = MatMul(n, v) r = Relu(h) [fc2] y = MatMul(r, w)"
     values = {"gain": WILD, "v": weight(K, K) / WILD[:, None] * other, "w": weight(K, N) / other[:, None]}
@@ -217,7 +214,7 @@ def applied_by(log: RewriteLog) -> set[str]:
     return {record.transform for record in log.records if record.applied}
 
 
-def test_rows_are_kept_by_halves_and_ranges_over_all(monkeypatch, tmp_path):
+def test_rows_are_kept_by_halves_and_a_large_layer_is_measured_on_some_columns(monkeypatch, tmp_path):
     body = "[a] h = MatMul(v, x) r = Relu(h) t = Transpose<perm=[0,2,1]>(r) [fc] y = MatMul(t, w)"
     proto = parse(
         body,
@@ -248,9 +245,6 @@ def test_rows_are_kept_by_halves_and_ranges_over_all(monkeypatch, tmp_path):
         for half in found.halves:
             assert 20 <= len(half) <= 40
             assert {tuple(np.round(v, 4)) for v in half.tolist()} <= everything
-
-
-def test_a_large_layer_is_measured_on_some_columns(monkeypatch, tmp_path):
     proto = parse("y = MatMul(x, w)", {"w": weight(8, 100)}, outputs="float[batch,100] y")
     artifact(proto, tmp_path / "m.onnx")
     graph = GraphModel.load(tmp_path / "m.onnx")
