@@ -106,8 +106,9 @@ def test_statistics_of_full_batches(name, tmp_path):
     probe = Probe(run.artifact, run.artifact.sites, run.data, PassOptions(batch_size=BATCH), LocalExecutor(1))
     found = probe.ranges(tmp_path)
     graph, stride = run.graph(), sampling_stride(BATCH)
-    roots = {t: layout_root(_tensor(graph, run.artifact.sites, t)).tensor.name for t in found}
-    values = capture_from(tmp_path / "ranges.onnx", sorted(set(roots.values())), run.data, tmp_path)
+    roots = roots_of(graph, run.artifact.sites)
+    tensors = sorted({roots[tensor] for tensor in found})
+    values = capture_from(tmp_path / "ranges.onnx", tensors, run.data, tmp_path)
     seen = 0
     for tensor, stats in found.items():
         x = values[roots[tensor]]
@@ -128,8 +129,10 @@ def test_statistics_of_full_batches(name, tmp_path):
     assert seen > len(found) // 2
 
 
-def _tensor(graph, sites: tuple[Site, ...], name: str):
-    return next(graph.node(s.name).inputs[o.index] for s in sites for o in s.operands if o.tensor == name)
+def roots_of(graph, sites: tuple[Site, ...]) -> dict[str, str]:
+    """By name of a tensor that a site reads, the name of the one that it is a view of."""
+    read = {o.tensor: graph.node(s.name).inputs[o.index] for s in sites for o in s.operands}
+    return {name: layout_root(tensor).tensor.name for name, tensor in read.items()}
 
 
 def _statistics(wide: np.ndarray, sampled: np.ndarray) -> dict[str, float]:
@@ -164,9 +167,8 @@ def test_the_sample_is_every_nth_row_of_each_batch(name, batch, tmp_path):
     options = PassOptions(batch_size=batch)
     found = Probe(run.artifact, run.artifact.sites, run.data, options, LocalExecutor(2)).ranges(tmp_path)
     graph, stride = run.graph(), sampling_stride(batch)
-    tensors = {o.tensor: graph.node(s.name).inputs[o.index] for s in run.artifact.sites for o in s.operands}
-    roots = {tensor: layout_root(tensors[tensor]).tensor.name for tensor in found}
-    values = capture(graph, list(roots.values()), run.inputs(), tmp_path)
+    roots = roots_of(graph, run.artifact.sites)
+    values = capture(graph, [roots[tensor] for tensor in found], run.inputs(), tmp_path)
     taken = np.concatenate(
         [np.arange(start, min(start + batch, ROWS), stride) for start in range(0, ROWS, batch)]
     )

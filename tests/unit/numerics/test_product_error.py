@@ -46,9 +46,7 @@ def expected(before: np.ndarray, behind: np.ndarray, units: np.ndarray) -> float
     return float((error**2).sum() / ((X @ W * units) ** 2).sum())
 
 
-def measured(
-    product: Product, before: np.ndarray, behind: np.ndarray, rounding: Rounding = PER_TENSOR
-) -> float:
+def measured(product, before, behind, rounding=PER_TENSOR):
     return product.relative_error(X, product.exact(X), before, behind, rounding)
 
 

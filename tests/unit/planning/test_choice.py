@@ -1,6 +1,7 @@
 """Which engine is emitted, for which batch sizes, and the reason that every other one gets."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -208,16 +209,24 @@ def test_within_noise_the_higher_precision_wins():
     assert by_size(close, noise=0.001).plan == "fp8-safe"
 
 
+def with_loads(known: Evaluation, factors: Sequence[float], us: float | None = None) -> Evaluation:
+    """Each load takes such a multiple of the median, or of `us`."""
+    latencies = (
+        replace(item, loads_us=tuple((us or item.p50_us) * factor for factor in factors))
+        for item in known.latencies
+    )
+    return replace(known, latencies=tuple(latencies))
+
+
 @pytest.mark.parametrize("other", [FP8_SAFE, replace(BF16, backend="ort")])
 def test_a_wide_interval_is_no_percentage_and_no_verdict_on_speed(other):
     """Three loads of a busy host: the mean is slower by 160 %, the interval holds both 1 and 10."""
     bf16, third = ({"b8": us} for us in (100.0, 101.0))
     wild = (1.0, 1.1, 18.0)
-    noisy = {BF16: timed(BF16, **bf16), other: timed(other, **third)}
-    for each, factors in zip(noisy, ((1.0, 1.0, 1.0), wild), strict=True):
-        (known,) = noisy[each].latencies
-        loads = tuple(known.p50_us * factor for factor in factors)
-        noisy[each] = replace(noisy[each], latencies=(replace(known, loads_us=loads),))
+    noisy = {
+        BF16: with_loads(timed(BF16, **bf16), (1.0, 1.0, 1.0)),
+        other: with_loads(timed(other, **third), wild),
+    }
     target = by_size(noisy)
     (loser,) = target.losers
     assert (target.engine, loser.why) == (BF16.engine().id, Why.WITHIN_NOISE)
@@ -225,9 +234,7 @@ def test_a_wide_interval_is_no_percentage_and_no_verdict_on_speed(other):
     assert not re.search(r"(slower|faster) by", loser.reason)
     # After the most loads the median over loads decides, and is told.
     for each, factors in zip(noisy, ((1.0,) * MOST_LOADS, (1.3,) * 8 + (0.01, 100.0) * 2), strict=True):
-        (known,) = noisy[each].latencies
-        loads = tuple(100.0 * factor for factor in factors)
-        noisy[each] = replace(noisy[each], latencies=(replace(known, loads_us=loads),))
+        noisy[each] = with_loads(noisy[each], factors, 100.0)
     (loser,) = by_size(noisy).losers
     assert loser.why is Why.SLOWER and "slower by 30.0 %" in loser.reason
     assert loser.times.lower < 1.0 < loser.times.upper
@@ -269,16 +276,7 @@ def test_after_the_most_loads_the_median_over_loads_gives_a_size_its_engine(marg
     pair = both(bf16={"b8": 50, "b512": 1000}, fp8={"b8": 60, "b512": 930})
     # Wild loads widen the interval of every pair.
     wild = ((1.0,) * 10 + (1.0, 1.7))[-loads:], ((1.3,) + (1.0,) * 11)[:loads]
-    noisy = {
-        each: replace(
-            known,
-            latencies=tuple(
-                replace(item, loads_us=tuple(item.p50_us * factor for factor in factors))
-                for item in known.latencies
-            ),
-        )
-        for (each, known), factors in zip(pair.items(), wild, strict=True)
-    }
+    noisy = {each: with_loads(pair[each], factors) for each, factors in zip(pair, wild, strict=True)}
     assert len(by_size(noisy, margin=margin).routes) == routes
 
 

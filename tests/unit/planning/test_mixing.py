@@ -46,16 +46,12 @@ def measured(model: ModelArtifact, parts: Mapping[str, tuple[float, float]]) -> 
         profile_of(model, {name: kl_of(each[at] * ALLOWED) for name, each in parts.items()})
         for at in range(2)
     )
-    sites = tuple(
-        replace(
-            one,
-            sensitivities=(
-                *one.sensitivities,
-                *(replace(item, recipe=INTEGERS.id) for item in other.sensitivities),
-            ),
-        )
-        for one, other in zip(in_fp8.sites, in_int8.sites, strict=True)
-    )
+
+    def in_both(one, other):
+        more = (replace(item, recipe=INTEGERS.id) for item in other.sensitivities)
+        return replace(one, sensitivities=(*one.sensitivities, *more))
+
+    sites = tuple(map(in_both, in_fp8.sites, in_int8.sites))
     of_tensors = in_fp8.scales[PER_CHANNEL_WEIGHT.activation_id]
     return replace(in_fp8, sites=sites, scales={**in_fp8.scales, INTEGERS.activation_id: of_tensors})
 
@@ -175,7 +171,7 @@ def test_what_no_backend_multiplies_in_integers_is_in_fp8_and_in_no_integer_plan
     text = """(float[batch,32,32] x) => (float[batch,32,1] thin, float[batch,32,32] stacked) {
         [left] a = MatMul(w, x)
         [right] b = MatMul(a, w)
-        [batched] stacked = MatMul(a, stack)
+        [batched] stacked = MatMul(x, stack)
         [thin] thin = MatMul(b, column)
     }"""
     constants = {"w": np.ones((32, 32)), "stack": np.ones((1, 32, 32)), "column": np.ones((32, 1))}

@@ -38,16 +38,8 @@ def cost_of(alone: Mapping[str, float], together: Mapping[Sites, float]) -> Call
 
 
 def problem_of(
-    saved: Mapping[str, float],
-    alone: Mapping[str, float] | None = None,
-    *,
-    tensors: Mapping[str, str] | None = None,
-    quantize: Mapping[str, float] | None = None,
-    units: tuple[Sites, ...] | None = None,
-    together: Mapping[Sites, float] | None = None,
-    errors: Mapping[str, float] | None = None,
-    makers: Mapping[str, str] | None = None,
-) -> Problem:
+    saved, alone=None, *, tensors=None, quantize=None, units=None, together=None, errors=None, makers=None
+):
     named = tensors or {}
     return Problem(
         tuple(

@@ -42,32 +42,16 @@ class Exporter:
         import torch
 
         example = (torch.from_numpy(x),)
+        known: Any = {"opset_version": self.opset, "input_names": ["x"], "output_names": ["y"]}
         logging.getLogger("torch.onnx").setLevel(logging.ERROR)
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")
             if self.name == "dynamo":
-                program = torch.onnx.export(
-                    module.eval(),
-                    example,
-                    dynamo=True,
-                    opset_version=self.opset,
-                    input_names=["x"],
-                    output_names=["y"],
-                    dynamic_shapes=({0: torch.export.Dim("batch")},),
-                    verbose=False,
-                )
-                return program.model_proto  # type: ignore[union-attr]
+                known |= {"dynamic_shapes": ({0: torch.export.Dim("batch")},), "verbose": False}
+                return torch.onnx.export(module.eval(), example, dynamo=True, **known).model_proto
             buffer = io.BytesIO()
-            torch.onnx.export(
-                module.eval(),
-                example,
-                buffer,  # type: ignore[arg-type]
-                dynamo=False,
-                opset_version=self.opset,
-                input_names=["x"],
-                output_names=["y"],
-                dynamic_axes={"x": {0: "batch"}, "y": {0: "batch"}},
-            )
+            known["dynamic_axes"] = {"x": {0: "batch"}, "y": {0: "batch"}}
+            torch.onnx.export(module.eval(), example, buffer, dynamo=False, **known)
             return onnx.load_from_string(buffer.getvalue())
 
 

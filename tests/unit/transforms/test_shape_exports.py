@@ -2,6 +2,7 @@
 
 import warnings
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -9,7 +10,6 @@ import pytest
 from rewrite_models import Arrays, as_double, evaluate
 
 from loka_onnx.core.artifact import ModelArtifact, OutputKind, OutputSpec
-from loka_onnx.core.rewrite import RewriteLog
 from loka_onnx.export.onnx_model import import_onnx
 from loka_onnx.export.torch_module import export_torch
 from loka_onnx.sessions.onnx_session import OnnxSession
@@ -67,26 +67,17 @@ def export(module: nn.Module, exporter: str, folder: Path) -> ModelArtifact:
     target = folder / "model.onnx"
     if exporter == "dynamo":
         return export_torch(module.eval(), rows(), target, LOGIT)
-    axes = {name: {0: "batch"} for name in ("dense", "ids", "logit")}
+    names: Any = {"input_names": list(rows()), "output_names": ["logit"]}
+    names["dynamic_axes"] = {name: {0: "batch"} for name in ("dense", "ids", "logit")}
     tensors = tuple(torch.from_numpy(array) for array in rows().values())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        torch.onnx.export(
-            module.eval(),
-            tensors,
-            str(folder / "raw.onnx"),
-            dynamo=False,
-            opset_version=17,
-            input_names=list(rows()),
-            output_names=["logit"],
-            dynamic_axes=axes,
-        )
+        raw = str(folder / "raw.onnx")
+        torch.onnx.export(module.eval(), tensors, raw, dynamo=False, opset_version=17, **names)
     return import_onnx(folder / "raw.onnx", target, LOGIT)
 
 
-def rewritten(
-    module: nn.Module, exporter: str, folder: Path
-) -> tuple[ModelArtifact, ModelArtifact, RewriteLog]:
+def rewritten(module, exporter, folder):
     source = export(module, exporter, folder)
     result = apply_mods(source, [rows()], folder / "after.onnx")
     assert [r.transform for r in result.log.records if r.rolled_back] == []
@@ -106,15 +97,8 @@ def test_every_mod_finds_its_pattern(exporter, tmp_path):
     torch.manual_seed(0)
     _, model, log = rewritten(Forms(), exporter, tmp_path)
     applied = {record.transform for record in log.records if record.applied}
-    assert applied >= {
-        "einsum-to-matmul",
-        "split-concat",
-        "reassociate-interaction",
-        "merge-gathers",
-        "merge-parallel-linears",
-        "join-parts",
-        "pad-sites",
-    }
+    assert applied >= {"einsum-to-matmul", "split-concat", "reassociate-interaction", "merge-gathers"}
+    assert applied >= {"merge-parallel-linears", "join-parts", "pad-sites"}
     merged = [site for site in model.sites if site.merged_from]
     assert [len(site.merged_from) for site in merged] == [3]
     # 3 experts of 20, whose Relu comes first, and one more part of the Split; the gate's Softmax is no Relu.

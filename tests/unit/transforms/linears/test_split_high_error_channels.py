@@ -1,8 +1,6 @@
 """Loud channels are split off where they make most of the error, and the model stays what it was."""
 
 import re
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -12,10 +10,9 @@ import pytest
 from onnx import numpy_helper
 from rewrite_models import Arrays, artifact, as_double, evaluate, initializer, named, op_types, parse
 
-from loka_onnx.core.formats import E4M3FN, INT8, NumberFormat, Precision
+from loka_onnx.core.formats import E4M3FN, INT8, Precision
 from loka_onnx.core.plan import Decision, PrecisionPlan, Verdict
 from loka_onnx.core.recipe import PER_TENSOR
-from loka_onnx.core.rewrite import RewriteRecord
 from loka_onnx.errors import TransformError
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.sessions.onnx_session import OnnxSession
@@ -59,13 +56,7 @@ def values(proto: onnx.ModelProto, name: str) -> np.ndarray[Any, Any]:
     return numpy_helper.to_array(initializer(proto, name))
 
 
-def split(
-    proto: onnx.ModelProto,
-    folder: Path,
-    left: float = 0.1,
-    site: str = "fc",
-    formats: Sequence[NumberFormat] = (E4M3FN,),
-) -> tuple[onnx.ModelProto, RewriteRecord]:
+def split(proto, folder, left=0.1, site="fc", formats=(E4M3FN,)):
     source = artifact(proto, folder / "before.onnx")
     mods = [SplitHighErrorChannels({site: left}, [rows()], folder, formats)]
     result = apply_mods(source, [rows(1)], folder / "after.onnx", mods)

@@ -123,33 +123,27 @@ def test_others_stay_and_a_batch_norm_is_declined(name, tmp_path):
 
 def tower() -> Any:
     import torch
+    from torch import nn
 
-    class Sequence(torch.nn.Module):
+    class Sequence(nn.Module):
         """BatchNorm1d over the channels of a sequence, which PyTorch wants second."""
 
         def __init__(self) -> None:
             super().__init__()
-            self.fc, self.bn = torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8)
+            self.fc, self.bn = nn.Linear(6, 8), nn.BatchNorm1d(8)
 
         def forward(self, x: Any) -> Any:
             return self.bn(self.fc(x).transpose(1, 2)).transpose(1, 2).relu()
 
-    flat = torch.nn.Sequential(
-        torch.nn.Linear(6, 8),
-        torch.nn.BatchNorm1d(8),
-        torch.nn.ReLU(),
-        torch.nn.Linear(8, 8),
-        torch.nn.ReLU(),
-        torch.nn.BatchNorm1d(8),
-        torch.nn.Linear(8, 3),
-    )
+    first, second = (nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU()), (nn.Linear(8, 8), nn.ReLU())
+    flat = nn.Sequential(*first, *second, nn.BatchNorm1d(8), nn.Linear(8, 3))
     for module in (sequence := Sequence(), flat):
         for norm in module.modules():
-            if isinstance(norm, torch.nn.BatchNorm1d):
+            if isinstance(norm, nn.BatchNorm1d):
                 norm.running_mean = torch.linspace(-1, 1, 8)
                 norm.running_var = torch.linspace(0.5, 3, 8)
-                torch.nn.init.uniform_(norm.weight, -1, 1)
-                torch.nn.init.uniform_(norm.bias, -1, 1)
+                nn.init.uniform_(norm.weight, -1, 1)
+                nn.init.uniform_(norm.bias, -1, 1)
     return {"flat": (flat, (6,)), "sequence": (sequence, (5, 6))}
 
 

@@ -2,7 +2,6 @@
 
 import re
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -196,10 +195,7 @@ class Typed:
         return np.asarray(now - was)
 
 
-def typed(
-    body: str, base: Precision, corrections: Corrections, folder: Path, *,
-    b: Any = (-2.3,), wide: tuple[str, ...] = (), fp32: tuple[str, ...] = (),
-) -> Typed:  # fmt: skip
+def typed(body, base, corrections, folder, *, b=(-2.3,), wide=(), fp32=()):  # fmt: skip
     n = len(b)
     constants = {"w": weight(K, n) / 8, "b": np.array(b), "last": np.array([-1])}
     outputs = "float[batch] y" if "y = Squeeze" in body else f"float[batch,{n}] y"

@@ -326,17 +326,10 @@ def test_qdq_is_typed_by_the_base_and_keeps_its_scales(base, tmp_path):
     typed = quantized(base, tmp_path)
     assert_defined_types(typed)
     assert typed.fp32_tensors() == {"x", "y"}
-    before = apply_plan(
-        typed.source,
-        quantizing_plan(
-            typed.source,
-            {"x": random_rows(16, *PRODUCTS["gemm_transb"].shape)},
-            PER_CHANNEL_WEIGHT if base is Precision.BF16 else PER_TENSOR,
-        ),
-        PlanForm(Precision.FP32),
-        tmp_path / "fp32.onnx",
-    )
-    exact = onnx.load(before.path)
+    rows = {"x": random_rows(16, *PRODUCTS["gemm_transb"].shape)}
+    recipe = PER_CHANNEL_WEIGHT if base is Precision.BF16 else PER_TENSOR
+    plan = quantizing_plan(typed.source, rows, recipe)
+    exact = onnx.load(apply_plan(typed.source, plan, PlanForm(Precision.FP32), tmp_path / "fp32.onnx").path)
     for name in ("fc/weight/scale", "fc/in0/scale"):
         np.testing.assert_array_equal(
             numpy_helper.to_array(initializer(typed.model, f"{name}.{base}")).astype(np.float32),

@@ -36,9 +36,7 @@ WEIGHTS = {
 }  # fmt: skip
 
 
-def shared_form(
-    model: onnx.ModelProto, shared: tuple[str, ...], folder: Path
-) -> tuple[GraphModel, list[Any]]:
+def shared_form(model, shared, folder):
     onnx.save(model, folder / "plain.onnx")
     graph = GraphModel.load(folder / "plain.onnx")
     said = share_users(graph, shared)
@@ -48,13 +46,7 @@ def shared_form(
     return graph, said
 
 
-def answers_alike(
-    model: onnx.ModelProto,
-    shared: tuple[str, ...],
-    draw: Any = None,
-    tolerance: float = 2e-5,
-    in_double: bool = False,
-) -> onnx.GraphProto:
+def answers_alike(model, shared, draw=None, tolerance=2e-05, in_double=False):
     """Compare both forms on requests of several sizes, users in any order, to `tolerance` in ONNX Runtime,
     and to 1e-9 in float64 if asked for; return the request form.
     """

@@ -1,6 +1,5 @@
 """Smoothing is chosen where it lowers the measured FP8 error, and nowhere else."""
 
-from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -12,7 +11,7 @@ from shape_models import weight
 
 from loka_onnx.core.formats import E4M3FN, INT8
 from loka_onnx.core.recipe import Granularity
-from loka_onnx.core.rewrite import RewriteLog, RewriteRecord
+from loka_onnx.core.rewrite import RewriteLog
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.numerics.product_error import Rounding
 from loka_onnx.transforms.linears import site_rows
@@ -80,9 +79,7 @@ def constants(proto: onnx.ModelProto) -> dict[str, bytes]:
     return {tensor.name: tensor.raw_data for tensor in proto.graph.initializer}
 
 
-def smoothed(
-    proto: onnx.ModelProto, x: Arrays, folder: Path, *roundings: Rounding
-) -> tuple[RewriteRecord, onnx.ModelProto]:
+def smoothed(proto, x, folder, *roundings: Rounding):
     source = artifact(proto, folder / "before.onnx")
     mod = ChooseSmoothing([x], folder, roundings or (Rounding(),))
     result = apply_mods(source, [x], folder / "after.onnx", [mod])

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -14,7 +13,7 @@ from onnx import numpy_helper
 from rewrite_models import artifact, evaluate, initializer, named, op_types
 from shape_models import feeds, match, weight
 
-from loka_onnx.core.rewrite import Applied, Declined, RewriteRecord
+from loka_onnx.core.rewrite import Applied, Declined
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.numerics.smoothing import to_powers_of_two
 from loka_onnx.transforms.base import Mod
@@ -106,9 +105,7 @@ def factors_of(name: str) -> dict[str, Any]:
     return {"x" if name in INPUTS else re.findall(r"\[(\w+)\]", SMOOTHED[name].body)[0]: S}
 
 
-def run(
-    case: Case, factors: Mapping[str, Any], folder: Path
-) -> tuple[RewriteRecord, onnx.ModelProto, onnx.ModelProto]:
+def run(case, factors, folder):
     before = case.model()
     source = artifact(before, folder / "before.onnx")
     result = apply_mods(source, [feeds(before)], folder / "after.onnx", [Smooth(factors)])
