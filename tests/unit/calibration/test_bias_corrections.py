@@ -61,14 +61,9 @@ def model_of(folder: Path, case: Case) -> ModelArtifact:
     """The case; the score is the mean over everything but the rows, whose axis the experts have second."""
     axes = [0, 2] if "e = " in case.body else [1] if len(case.shape) == 1 else [1, 2]
     random = np.random.default_rng(5)
-    return artifact_of(
-        folder,
-        f"{case.body} y = ReduceMean<keepdims=0>(z, axes)",
-        w=random.standard_normal(case.weight) / 3,
-        b=random.standard_normal(8),
-        tokens=np.array([-1, 4, 4]),
-        axes=np.array(axes),
-    )
+    return artifact_of(folder, f"{case.body} y = ReduceMean<keepdims=0>(z, axes)",
+        w=random.standard_normal(case.weight) / 3, b=random.standard_normal(8), tokens=np.array([-1, 4, 4]),
+        axes=np.array(axes))  # fmt: skip
 
 
 def plan_of(model: ModelArtifact, recipe: Recipe, scales: dict[str, float]) -> PrecisionPlan:

@@ -115,11 +115,8 @@ def test_the_default_plans_in_order_and_as_json(model):
 
 def test_a_kept_site_leaves_its_share_to_the_others_and_a_forced_one_runs_in_fp8(model):
     """fc0 and fc2 need all of what is allowed but fc1's share, and a little more."""
-    kl = {
-        "fc1": kl_of(share("fc1") / 2),
-        "fc0": kl_of(share("fc0") * 0.99),
-        "fc2": kl_of(share("fc2") * 1.16),
-    }
+    parts = {"fc1": 0.5, "fc0": 0.99, "fc2": 1.16}
+    kl = {name: kl_of(share(name) * part) for name, part in parts.items()}
     assert plan_of(model, kl).fp8_sites == ("fc0", "fc1")
     plan = plan_of(model, kl, keep=("fc1",))
     assert plan.fp8_sites == ("fc0", "fc2")
@@ -233,13 +230,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     random = np.random.default_rng(0)
     constants = {"w0": random.normal(size=(32, 16)), "w1": random.normal(size=(16, 1))}
     constants |= {"gain": np.ones(16), "shift": np.ones(16), "mean": np.zeros(16), "variance": np.ones(16)}
-    exported = artifact_of(
-        folder / "exported.onnx",
-        "(float[batch,32] x) => (float[batch,1] ctr) {"
+    exported = artifact_of(folder / "exported.onnx", "(float[batch,32] x) => (float[batch,1] ctr) {"
         "[fc0] h = MatMul(x, w0) [tower__bn] n = BatchNormalization(h, gain, shift, mean, variance)"
-        " [act] a = Relu(n) [head] ctr = MatMul(a, w1) }",
-        constants,
-    )
+        " [act] a = Relu(n) [head] ctr = MatMul(a, w1) }", constants)  # fmt: skip
     rows = {"x": random.normal(size=(8, 32)).astype(np.float32)}
     modified = apply_mods(exported, [rows], folder / "modified.onnx", [FoldBatchNorm()]).model
     assert "tower/bn" not in {node.name for node in GraphModel.load(modified.path).nodes}

@@ -64,11 +64,8 @@ class Unloadable(EditGain):
 
 def gained(folder: Path) -> ModelArtifact:
     """``h = x · W``, ``y = h · gain``; the outputs are y and the far larger z = 10⁶ h."""
-    model = parse(
-        "[fc] h = MatMul(x, w) y = Mul(h, gain) z = Mul(h, huge)",
-        {"w": np.eye(8), "gain": np.full(8, 0.5), "huge": np.full(8, 1e6)},
-        outputs="y, z",
-    )
+    model = parse("[fc] h = MatMul(x, w) y = Mul(h, gain) z = Mul(h, huge)",
+        {"w": np.eye(8), "gain": np.full(8, 0.5), "huge": np.full(8, 1e6)}, outputs="y, z")  # fmt: skip
     return artifact(model, folder / "before.onnx")
 
 
@@ -186,22 +183,13 @@ class EditTwice(EditGain):
 def large(folder: Path, table: bool) -> ModelArtifact:
     """A weight of the main graph and two of branches that are beyond what is held, and a table outside."""
     other = "other = Gather(table, rows)" if table else "other = Neg(h)"
-    model = parse(
-        "[fc] h = MatMul(x, w) positive = ReduceMax<keepdims=0>(x) is_low = Greater(positive, zero)"
+    model = parse("[fc] h = MatMul(x, w) positive = ReduceMax<keepdims=0>(x) is_low = Greater(positive, zero)"
         f" g = If(is_low) <then_branch = t () => (p) {{ p = MatMul(h, low) }},"
         " else_branch = e () => (q) { q = MatMul(h, high) }>"
-        f" y = Mul(h, gain) one = ArgMax<axis=1, keepdims=0>(g) rows = Mod(one, few) {other}",
-        {
-            "w": random_rows(8, 200),
-            "low": random_rows(200, 300),
-            "high": random_rows(200, 300, seed=2),
-            "gain": np.full(200, 0.5),
-            "zero": 0.0,
-            "few": np.array(40),
-            "table": random_rows(40, 50),
-        },
-        outputs="float[batch,200] y, float[batch,300] g, float[batch,m] other",
-    )
+        f" y = Mul(h, gain) one = ArgMax<axis=1, keepdims=0>(g) rows = Mod(one, few) {other}", {
+        "w": random_rows(8, 200), "low": random_rows(200, 300), "high": random_rows(200, 300, seed=2),
+        "gain": np.full(200, 0.5), "zero": 0.0, "few": np.array(40), "table": random_rows(40, 50)},
+        outputs="float[batch,200] y, float[batch,300] g, float[batch,m] other")  # fmt: skip
     for tensor in [tensor for tensor in model.graph.initializer if tensor.name == "table"]:
         (folder / "table.bin").write_bytes(tensor.raw_data)
         onnx.external_data_helper.set_external_data(tensor, "table.bin", 0, len(tensor.raw_data))

@@ -70,11 +70,8 @@ def test_other_chains_are_left_alone_with_the_cost_of_both(case, tmp_path):
 
 @pytest.mark.parametrize(("tokens", "is_changed"), [(64, False), (128, True)])
 def test_the_order_of_few_operations_stays(tokens, is_changed, tmp_path):
-    case = Case(
-        CHAIN,
-        inputs=f"float[batch,{tokens},64] x, float[batch,{tokens},16] z",
-        outputs=f"float[batch,{tokens},16] y",
-    )
+    case = Case(CHAIN, inputs=f"float[batch,{tokens},64] x, float[batch,{tokens},16] z",
+        outputs=f"float[batch,{tokens},16] y")  # fmt: skip
     found = match(case.model(), ReassociateInteraction(), tmp_path)
     assert len(found.matches) == is_changed
     if not is_changed:

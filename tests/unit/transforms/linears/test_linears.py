@@ -28,19 +28,14 @@ def test_names_of_merged_sites_tell_the_exported_ones_and_a_site_merged_twice_al
     assert [s.name for s in done.artifact.sites] == [site.name, "dot", "mix"]
     assert done.record.applied[0].what == "3 linears of K = 8 → one of N = 8 + 8 + 8"
     body = " ".join(f"[experts__{i}__fc] h{i} = Gemm(x, w{i}) r{i} = Relu(h{i})" for i in range(6))
-    case = Case(
-        f"{body} y = Concat<axis=1>({', '.join(f'r{i}' for i in range(6))})",
-        {**{f"w{i}": (8, 2) for i in range(6)}},
-        outputs="float[batch,12] y",
-    )
+    case = Case(f"{body} y = Concat<axis=1>({', '.join(f'r{i}' for i in range(6))})",
+        {**{f"w{i}": (8, 2) for i in range(6)}}, outputs="float[batch,12] y")  # fmt: skip
     done = rewrite(case.model(), MergeParallelLinears(), tmp_path)
     assert list(done.sites()) == ["experts.0.fc+5_more"]
     # The second pass sees a merged site beside one that it may not have taken before.
-    case = Case(
-        "[a] ha = Gemm(x, wa) [b] hb = Gemm(x, wb) [c] hc = Gemm(x, wc) ra = Relu(ha) rb = Relu(hb)"
+    case = Case("[a] ha = Gemm(x, wa) [b] hb = Gemm(x, wb) [c] hc = Gemm(x, wc) ra = Relu(ha) rb = Relu(hb)"
         " rc = Relu(hc) s = Add(ra, rb) y = Mul(s, rc)",
-        {"wa": (8, 8), "wb": (8, 8), "wc": 100 * weight(8, 8, seed=5)},
-    )
+        {"wa": (8, 8), "wb": (8, 8), "wc": 100 * weight(8, 8, seed=5)})  # fmt: skip
     source = artifact(case.model(), tmp_path / "before.onnx")
     mods = [MergeParallelLinears(spread=10), MergeParallelLinears(spread=1000)]
     result = apply_mods(source, [feeds(case.model())], tmp_path / "after.onnx", mods)
@@ -110,11 +105,8 @@ def test_layers_with_any_chains_are_merged_and_equal(layers):
         body += [f"t{i}_{j + 1} = {STEPS[step].format(f't{i}_{j}', i)}" for j, step in enumerate(chain)]
         ends.append(f"t{i}_{len(chain)}")
     columns = ", ".join(f"float[batch,{n}] x{i}" for i, (n, _) in enumerate(layers))
-    case = Case(
-        f"{' '.join(body)} y0 = Concat<axis=1>({', '.join(ends)}) y = Neg(y0)",
-        constants,
-        f"float[batch,8] x, {columns}",
-    )
+    case = Case(f"{' '.join(body)} y0 = Concat<axis=1>({', '.join(ends)}) y = Neg(y0)", constants,
+        f"float[batch,8] x, {columns}")  # fmt: skip
     with TemporaryDirectory() as folder:
         done = rewrite(case.model(), MergeParallelLinears(spread=1e6), Path(folder))
     # Of layers that became one, each has its activation in front of the Split.
@@ -138,10 +130,8 @@ def test_the_row_of_a_user_is_a_site(tmp_path):
     """A computed row is no constant: its product stays, once instead of once a candidate."""
     case = Case(
         f"u = Relu(user) {EXPANDED.replace('row', 'u')} c = Concat<axis=1>(x, e) [fc] h = Gemm(c, w, b)"
-        " y = Relu(h)",
-        {"w": dyadic(40, 16), "b": (16,), "width": [32]},
-        "float[batch,8] x, float[1,32] user",
-    )
+        " y = Relu(h)", {"w": dyadic(40, 16), "b": (16,), "width": [32]},
+        "float[batch,8] x, float[1,32] user")  # fmt: skip
     done = rewrite(case.model(), SplitConcat(), tmp_path)
     assert [(s.name, s.kind, s.rows, s.k, s.merged_from) for s in done.artifact.sites] == [
         ("fc", SiteKind.LINEAR, 1, 8, ()),
@@ -350,13 +340,10 @@ NOT_ABSORBED = {
 @pytest.mark.parametrize("between", NOT_ABSORBED)
 def test_columns_are_not_passed_through(between, tmp_path):
     """Nothing but a Slice would do, and a Slice does not pay here."""
-    case = Case(
-        f"[a] h = MatMul(x, wa) {NOT_ABSORBED[between]} [b] y0 = MatMul(r, wb) "
-        + ("y = Add(y0, m)" if " m = " in NOT_ABSORBED[between] else "y = Relu(y0)"),
-        {"wa": (32, 20), "wb": (20, 16), "gain": np.ones(20), "axes": [-1]},
-        f"{WIDE}, float[batch,20] z",
-        outputs="float[batch,16] y",
-    )
+    case = Case(f"[a] h = MatMul(x, wa) {NOT_ABSORBED[between]} [b] y0 = MatMul(r, wb) " + (
+        "y = Add(y0, m)" if " m = " in NOT_ABSORBED[between] else "y = Relu(y0)"),
+        {"wa": (32, 20), "wb": (20, 16), "gain": np.ones(20), "axes": [-1]}, f"{WIDE}, float[batch,20] z",
+        outputs="float[batch,16] y")  # fmt: skip
     found = match(case.model(), PadSites(), tmp_path)
     assert found.matches == ()
     assert [declined.at for declined in found.declined] == ["a", "b"]

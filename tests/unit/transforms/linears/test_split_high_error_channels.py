@@ -191,12 +191,8 @@ def test_too_few_channels_for_an_aligned_part_are_left_alone(width, left, tmp_pa
 
 def test_a_weight_on_the_left_is_left_alone_and_a_part_must_be_one(tmp_path):
     w = np.ones((N, K), np.float32)
-    proto = parse(
-        "t = Transpose<perm=[1, 0]>(x) [fc] h = MatMul(w, t) y = Transpose<perm=[1, 0]>(h)",
-        {"w": w},
-        inputs=f"float[batch,{K}] x",
-        outputs=f"float[batch,{N}] y",
-    )
+    proto = parse("t = Transpose<perm=[1, 0]>(x) [fc] h = MatMul(w, t) y = Transpose<perm=[1, 0]>(h)",
+        {"w": w}, inputs=f"float[batch,{K}] x", outputs=f"float[batch,{N}] y")  # fmt: skip
     _, record = split(proto, tmp_path)
     assert [d.reason for d in record.declined] == ["its weight stands on the left"]
     for part in (0.0, 1.0, -0.1):

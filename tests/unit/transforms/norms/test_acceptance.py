@@ -82,11 +82,8 @@ def test_every_result_of_the_norm_mods_is_built(tmp_path):
 @pytest.mark.parametrize("op", ["HardSwish", "Mish"])
 def test_the_operator_set_of_rms_norm_brings_no_type_that_engines_lack(op, tmp_path):
     """Operator set 22 gave them BF16, which TensorRT for RTX 1.7.1 refuses."""
-    model = parse(
-        f"[norm] n = RMSNormalization<axis=-1>(x, gain) h = {op}(n) [fc] y = MatMul(h, w)",
-        {"gain": np.ones(8), "w": np.eye(8)},
-        opset=RMS_OPSET,
-    )
+    model = parse(f"[norm] n = RMSNormalization<axis=-1>(x, gain) h = {op}(n) [fc] y = MatMul(h, w)",
+        {"gain": np.ones(8), "w": np.eye(8)}, opset=RMS_OPSET)  # fmt: skip
     onnx.save(model, tmp_path / "m.onnx")
     graph = GraphModel.load(tmp_path / "m.onnx")
     cast_to_base(graph, Precision.BF16, PrecisionPlan("bf16", "digest", Precision.BF16, (), {}, 0.0))

@@ -195,9 +195,7 @@ def test_mean_and_variance_over_different_axes_or_tensors_are_an_rms_norm(source
         f"{'o = Relu(x)' if before else ''} m = ReduceMean({source}, first) d = Sub(x, m) s = Mul(d, d)"
         " v = ReduceMean(s, axes) e = Add(v, epsilon) r = Sqrt(e) q = Div(d, r) y = Relu(q)",
         {"first": np.array(mean), "axes": np.array(variance), "epsilon": EPSILON},
-        inputs="float[batch,4,8] x",
-        outputs="float[batch,4,8] y",
-    )
+        inputs="float[batch,4,8] x", outputs="float[batch,4,8] y")  # fmt: skip
     # Not rolled back either: it was never tried.
     record = fuse(model, FuseLayerNorm, tmp_path)
     assert (record.applied, record.declined) == ((), ())

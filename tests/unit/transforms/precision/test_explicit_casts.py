@@ -61,18 +61,10 @@ def cast(proto: onnx.ModelProto, base: Precision, folder: Path, fp32: tuple[str,
 
 def mlp() -> onnx.ModelProto:
     """LayerNorm between two products; ``gain`` is read by two nodes."""
-    return parse(
-        "[fc0] h = Gemm<transB=1>(x, w0, b0) [ln] n = LayerNormalization(h, g, b) a = Relu(n)"
-        " c = Mul(a, gain) d = Mul(c, gain) [fc1] y = MatMul(d, w1)",
-        {
-            "w0": random_rows(16, 8) / 4,
-            "b0": random_rows(16, seed=1),
-            "g": np.linspace(0.5, 1.5, 16),
-            "b": np.linspace(-1, 1, 16),
-            "gain": np.array(1.5),
-            "w1": random_rows(16, 8, seed=2) / 4,
-        },
-    )
+    return parse("[fc0] h = Gemm<transB=1>(x, w0, b0) [ln] n = LayerNormalization(h, g, b) a = Relu(n)"
+        " c = Mul(a, gain) d = Mul(c, gain) [fc1] y = MatMul(d, w1)", {"w0": random_rows(16, 8) / 4,
+        "b0": random_rows(16, seed=1), "g": np.linspace(0.5, 1.5, 16), "b": np.linspace(-1, 1, 16),
+        "gain": np.array(1.5), "w1": random_rows(16, 8, seed=2) / 4})  # fmt: skip
 
 
 TOLERANCES = {Precision.BF16: 0.2, Precision.FP16: 0.015}
@@ -118,11 +110,8 @@ def test_a_site_kept_in_fp32_stands_between_casts(base, tmp_path):
 
 @both_bases
 def test_a_kept_site_at_input_and_output_needs_no_cast(base, tmp_path):
-    model = parse(
-        "[ln] y = LayerNormalization(x, g) [fc] z = MatMul(y, w)",
-        {"g": np.ones(8), "w": np.eye(8)},
-        outputs="y, z",
-    )
+    model = parse("[ln] y = LayerNormalization(x, g) [fc] z = MatMul(y, w)",
+        {"g": np.ones(8), "w": np.eye(8)}, outputs="y, z")  # fmt: skip
     typed = cast(model, base, tmp_path, fp32=("ln",))
     assert named(typed.model, "ln").input[0] == "x"
     assert named(typed.model, "ln").output[0] == "y"
@@ -228,12 +217,8 @@ def test_limits_of_fp16_constants_and_identifiers_that_arrive_as_floats_are_not_
     stored = float(numpy_helper.to_array(initializer(typed.model, "small.fp16")))
     assert stored == float(np.float16(2.3e-5)) != 2.3e-5
     # BF16 holds whole numbers up to 256 only.
-    model = parse(
-        "i = Cast<to=7>(x) e = Gather(table, i) y = Add(e, x)",
-        {"table": np.arange(1000.0)},
-        inputs="float[batch] x",
-        outputs="float[batch] y",
-    )
+    model = parse("i = Cast<to=7>(x) e = Gather(table, i) y = Add(e, x)", {"table": np.arange(1000.0)},
+        inputs="float[batch] x", outputs="float[batch] y")  # fmt: skip
     typed = cast(model, Precision.BF16, tmp_path)
     assert named(typed.model, "block/i").input[0] == "x"
     assert named(typed.model, "block/y").input[1] != "x"
@@ -295,11 +280,9 @@ def test_a_constant_that_overflows_is_refused(base, value, evidence, tmp_path):
 
 @both_bases
 def test_control_flow_is_refused(base, tmp_path):
-    model = parse(
-        "c = ReduceSum<keepdims=0>(x) b = Cast<to=9>(c) y = If<"
+    model = parse("c = ReduceSum<keepdims=0>(x) b = Cast<to=9>(c) y = If<"
         "then_branch = t () => (float[batch,8] p) { p = Identity(x) },"
-        "else_branch = e () => (float[batch,8] q) { q = Neg(x) }>(b)"
-    )
+        "else_branch = e () => (float[batch,8] q) { q = Neg(x) }>(b)")  # fmt: skip
     with pytest.raises(TransformError) as caught:
         cast(model, base, tmp_path)
     assert caught.value.code == "E0606"

@@ -213,12 +213,8 @@ def applied_by(log: RewriteLog) -> set[str]:
 
 def test_rows_are_kept_by_halves_and_a_large_layer_is_measured_on_some_columns(monkeypatch, tmp_path):
     body = "[a] h = MatMul(v, x) r = Relu(h) t = Transpose<perm=[0,2,1]>(r) [fc] y = MatMul(t, w)"
-    proto = parse(
-        body,
-        {"v": weight(6, 4), "w": weight(6, 3)},
-        inputs="float[batch,4,5] x",
-        outputs="float[batch,5,3] y",
-    )
+    proto = parse(body, {"v": weight(6, 4), "w": weight(6, 3)}, inputs="float[batch,4,5] x",
+        outputs="float[batch,5,3] y")  # fmt: skip
     artifact(proto, tmp_path / "m.onnx")
     x = np.random.default_rng(0).normal(size=(90, 4, 5)).astype(np.float32)
     graph = GraphModel.load(tmp_path / "m.onnx")
