@@ -293,6 +293,6 @@ def test_measured_times_stand_before_shipped_ones(tmp_path):
     with TimingDatabase(path) as database:
         database.add([mine])
     found = {(t.kernel, t.shape): t for t in known_timings("nvidia-h100", (tmp_path / "none.sqlite", path))}
-    assert found[WIDE, Shape(4096, 4096, 4096)] == mine
+    assert found[MM, Shape(4096, 4096, 4096)] == mine
     assert len(found) == len(shipped_timings("nvidia-h100"))
     assert not (tmp_path / "none.sqlite").exists()
