@@ -66,7 +66,7 @@ def test_the_interval_is_the_paired_t_or_pooled_over_rivals_with_a_divided_risk(
     assert apart.upper == pytest.approx(np.exp(middle + half))
 
 
-@pytest.mark.parametrize("engines", [2, 4, 8])
+@pytest.mark.parametrize("engines", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 8))])
 def test_equal_engines_are_seldom_told_apart_and_three_percent_at_a_deviation_of_one_percent(engines):
     rng = np.random.default_rng(engines)
 
