@@ -162,7 +162,7 @@ LAYERS = {
 }
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(
     st.booleans(),
     st.sampled_from(sorted(LAYERS)),

@@ -90,7 +90,7 @@ def test_random_graphs_keep_their_bits(seed):
 @pytest.mark.slow
 @pytest.mark.parametrize("build", [movements, ranker])
 @given(seed=SEEDS)
-@settings(max_examples=80)
+@settings(max_examples=50)
 def test_many_random_graphs_keep_their_bits(build, seed):
     check(build, seed)
 

@@ -103,7 +103,7 @@ def test_random_rankers_answer_alike(seed, shared):
 
 @pytest.mark.slow
 @given(st.integers(0, 2**32 - 1), st.sampled_from(["x", "ids"]))
-@settings(max_examples=150)
+@settings(max_examples=80)
 def test_many_random_rankers_answer_alike(seed, shared):
     answers_alike(RandomGraph(seed).model(), (shared,), tolerance=0.05, in_double=True)
 
