@@ -1,7 +1,5 @@
 """A model of five sites, two of which read one tensor, and rows with every kind of column."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +24,6 @@ BODY = """
     g = Relu(f)
     [head] y = MatMul(g, w_head)
 """
-
 
 TWO_SITES = "[fc1] h = MatMul(x, w1)  r = Relu(h)  [fc2] y = MatMul(r, head)"
 W1 = np.random.default_rng(0).standard_normal((16, 16))

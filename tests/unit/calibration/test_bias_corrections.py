@@ -1,7 +1,5 @@
 """Fitted biases against means of whole products, computed in float64 from ml_dtypes' own rounding."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,20 +44,15 @@ class Case:
 
 CASES = {
     "gemm": Case("[fc] z = Gemm(x, w, b)", (16, 8), "bk,kn->bn", (16,), (1, 8)),
-    "gemm_with_factors": Case(
-        "[fc] z = Gemm<transB=1, alpha=0.5, beta=2.0>(x, w, b)", (8, 16), "bk,nk->bn", (16,), (1, 8), 0.5
-    ),
-    "gemm_transposed": Case(
-        "t = Transpose(x) [fc] z = Gemm<transA=1>(t, w)", (16, 8), "bk,kn->bn", (16,), (1, 8)
-    ),
+    "gemm_with_factors": Case("[fc] z = Gemm<transB=1, alpha=0.5, beta=2.0>(x, w, b)", (8, 16), "bk,nk->bn",
+        (16,), (1, 8), 0.5),
+    "gemm_transposed": Case("t = Transpose(x) [fc] z = Gemm<transA=1>(t, w)", (16, 8), "bk,kn->bn", (16,),
+        (1, 8)),
     "rank_3": Case("t = Reshape(x, tokens) [fc] z = MatMul(t, w)", (4, 8), "btk,kn->bn", (4, 4), (1, 1, 8)),
-    "experts": Case(
-        "t = Reshape(x, tokens) e = Transpose<perm=[1,0,2]>(t) [fc] z = MatMul(e, w)",
-        (4, 4, 8), "bek,ekn->ben", (4, 4), (4, 1, 8),
-    ),
-    "on_the_left": Case(
-        "t = Reshape(x, tokens) [fc] z = MatMul(w, t)", (8, 4), "bkt,nk->bn", (4, 4), (1, 8, 1)
-    ),
+    "experts": Case("t = Reshape(x, tokens) e = Transpose<perm=[1,0,2]>(t) [fc] z = MatMul(e, w)", (4, 4, 8),
+        "bek,ekn->ben", (4, 4), (4, 1, 8)),
+    "on_the_left": Case("t = Reshape(x, tokens) [fc] z = MatMul(w, t)", (8, 4), "bkt,nk->bn", (4, 4),
+        (1, 8, 1)),
     "one_channel": Case("[fc] z = MatMul(x, w)", (16, 1), "bk,kn->bn", (16,), (1, 1)),
 }  # fmt: skip
 
@@ -68,14 +61,9 @@ def model_of(folder: Path, case: Case) -> ModelArtifact:
     """The case; the score is the mean over everything but the rows, whose axis the experts have second."""
     axes = [0, 2] if "e = " in case.body else [1] if len(case.shape) == 1 else [1, 2]
     random = np.random.default_rng(5)
-    return artifact_of(
-        folder,
-        f"{case.body} y = ReduceMean<keepdims=0>(z, axes)",
-        w=random.standard_normal(case.weight) / 3,
-        b=random.standard_normal(8),
-        tokens=np.array([-1, 4, 4]),
-        axes=np.array(axes),
-    )
+    return artifact_of(folder, f"{case.body} y = ReduceMean<keepdims=0>(z, axes)",
+        w=random.standard_normal(case.weight) / 3, b=random.standard_normal(8), tokens=np.array([-1, 4, 4]),
+        axes=np.array(axes))  # fmt: skip
 
 
 def plan_of(model: ModelArtifact, recipe: Recipe, scales: dict[str, float]) -> PrecisionPlan:
@@ -136,7 +124,7 @@ def small_fit(folder: Path, most: int = 32_768) -> tuple[Fit, ModelArtifact, dic
     return fit_biases(model, [plan], (weighted,), rows, folder / "means.onnx"), model, columns
 
 
-def test_the_mean_score_is_weighted_and_sites_are_averaged(tmp_path: Path) -> None:
+def test_the_mean_score_is_weighted_and_sites_are_averaged(tmp_path):
     fit, model, columns = small_fit(tmp_path)
     from onnx.reference import ReferenceEvaluator
 
@@ -152,7 +140,7 @@ def test_the_mean_score_is_weighted_and_sites_are_averaged(tmp_path: Path) -> No
     assert set(fit.plans["fp8-all"].values) == {"left", "right", "deep"}, "the head is not planned"
 
 
-def test_rows_are_drawn_up_to_a_number(tmp_path: Path) -> None:
+def test_rows_are_drawn_up_to_a_number(tmp_path):
     data = dataset_of(tmp_path, columns_of(9000))
     rows = MeanRows(data, most=5000, batch_size=512, seed=3)
     assert rows_of(rows.spans) == 5000
@@ -163,7 +151,7 @@ def test_rows_are_drawn_up_to_a_number(tmp_path: Path) -> None:
     assert MeanRows(data, most=5000, first=700).spans[-1].stop == 700
 
 
-def test_an_interaction_is_left_alone(tmp_path: Path) -> None:
+def test_an_interaction_is_left_alone_and_what_is_not_finite_refused(tmp_path):
     body = (
         "t = Unsqueeze(x, one) u = Transpose<perm=[0,2,1]>(t) [dot] d = MatMul(t, u) "
         "f = Flatten(d) [head] y = Gemm(f, w)"
@@ -174,9 +162,6 @@ def test_an_interaction_is_left_alone(tmp_path: Path) -> None:
     found = fit_biases(artifact, [plan], (LOGIT,), rows, tmp_path / "means.onnx").plans["fp8-all"]
     assert found.left_alone == {"dot": "a product of two activations has no bias"}
     assert set(found.values) == {"head"}
-
-
-def test_what_is_not_finite_is_refused(tmp_path: Path) -> None:
     columns = columns_of(100)
     columns["x"][60] = 3e38
     model = artifact_of(tmp_path)

@@ -1,7 +1,5 @@
 """Statistics and errors that the instrumented graph sums, and their limits, against float64."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import textwrap
@@ -13,7 +11,7 @@ import numpy as np
 import onnx
 import pytest
 from small_models import LOGIT, TWO_SITES, W1, artifact_of, columns_of, data_of, dataset_of
-from zoo_runs import BATCH, EACH_MODEL, FAST_MODEL, MODEL_NAMES, ROWS, ZooRun, capture, capture_from, zoo_run
+from zoo_runs import BATCH, FAST_MODEL, MODEL_NAMES, ROWS, TWO_MODELS, ZooRun, capture, capture_from, zoo_run
 
 from loka_onnx.calibration.calibrate import ProbeOptions, ProfiledModel, calibrate, update
 from loka_onnx.calibration.observers.reductions import BatchTotals
@@ -103,7 +101,7 @@ def squares(values: Any) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", EACH_MODEL)
+@pytest.mark.parametrize("name", TWO_MODELS)
 def test_ranges_and_errors_of_both_passes(name, tmp_path):
     """Batches of 512, 512 and 476 rows, against what the same session computes inside."""
     run = zoo_run(name)
@@ -146,16 +144,11 @@ def check_error(error: ErrorStats, exact: Any, low: Any) -> None:
 OTHERS = [(name, E4M3FN) for name in MODEL_NAMES if name != FAST_MODEL]
 
 
-@pytest.mark.parametrize(
-    ("name", "format"),
-    [
-        (FAST_MODEL, E4M3FN),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (*OTHERS, ("wukong", E4M3FNUZ), ("wukong", E5M2))
-        ),
-    ],
-)
+@pytest.mark.parametrize(("name", "format"), [
+    (FAST_MODEL, E4M3FN),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in (*OTHERS, ("wukong", E4M3FNUZ), ("wukong",
+        E5M2))),
+])  # fmt: skip
 def test_errors_from_equal_activations(name, format, tmp_path):
     """The instrumented graph itself hands out the activations, so that nothing but its sums is in question.
 
@@ -192,7 +185,7 @@ def test_errors_from_equal_activations(name, format, tmp_path):
     assert saturated > 0
 
 
-@pytest.mark.parametrize("name", [case for case in EACH_MODEL if "dlrm" not in case.values])
+@pytest.mark.parametrize("name", TWO_MODELS)
 def test_norms_in_bfloat16(name, tmp_path):
     run = zoo_run(name)
     norms = tuple(site for site in run.artifact.sites if site.kind is SiteKind.NORM)
@@ -211,19 +204,11 @@ def test_norms_in_bfloat16(name, tmp_path):
         assert 5e-4 < error.relative_error < 5e-3
 
 
-def test_a_recipe_with_per_tensor_weights_is_required():
-    with pytest.raises(InternalError):
-        ProbeOptions(recipes=(PER_CHANNEL_WEIGHT,))
-
-
-@pytest.mark.parametrize(
-    ("body", "shown"),
-    [
-        # Exp overflows, and the logarithm of a negative number is NaN.
-        ("[fc1] h = MatMul(x, w1)  e = Exp(h)  [fc2] y = MatMul(e, head)", "amax inf, sum of squares inf"),
-        ("[fc1] h = MatMul(x, w1)  e = Log(h)  [fc2] y = MatMul(e, head)", "nan"),
-    ],
-)
+@pytest.mark.parametrize(("body", "shown"), [
+    # Exp overflows, and the logarithm of a negative number is NaN.
+    ("[fc1] h = MatMul(x, w1)  e = Exp(h)  [fc2] y = MatMul(e, head)", "amax inf, sum of squares inf"),
+    ("[fc1] h = MatMul(x, w1)  e = Log(h)  [fc2] y = MatMul(e, head)", "nan"),
+])  # fmt: skip
 def test_an_activation_that_is_not_finite_names_site_tensor_and_batch(body, shown, tmp_path):
     x = np.full((640, 16), 0.1)
     x[389] = 5.0 if shown.startswith("amax") else -0.1
@@ -235,17 +220,7 @@ def test_an_activation_that_is_not_finite_names_site_tensor_and_batch(body, show
     assert text.startswith("site 'fc2': its input 'e' is not finite in batch 7 of 10 of 'clicks-0412.npz'")
 
 
-def test_an_infinite_weight_is_refused(tmp_path):
-    weight = W1.copy()
-    weight[3, 4] = np.inf
-    artifact = artifact_of(tmp_path, "[fc1] h = MatMul(x, w1)  [fc2] y = MatMul(h, head)", w1=weight)
-    x = np.zeros((64, 16))
-    with pytest.raises(CalibrationError) as caught:
-        calibrate(artifact, (LOGIT,), data_of(tmp_path, x), tmp_path, ProbeOptions(threads=1))
-    assert caught.value.code == "E0506"
-
-
-def test_dead_activations_and_weights_have_no_error(tmp_path):
+def test_dead_activations_have_no_error_and_an_infinite_weight_is_refused(tmp_path):
     """Zero everywhere: the scale is 1, and nothing divides by zero."""
     artifact = artifact_of(tmp_path, "z = Relu(x)  [fc1] h = MatMul(z, w1)  [fc2] y = MatMul(h, head)")
     profile = calibrate(
@@ -255,6 +230,15 @@ def test_dead_activations_and_weights_have_no_error(tmp_path):
     assert (error.activation_scale, error.signal.parts) == (1.0, ())
     assert error.relative_error == 0.0
     assert (error.saturated, error.underflowed) == (0, 0)
+    weight = W1.copy()
+    weight[3, 4] = np.inf
+    artifact = artifact_of(tmp_path, "[fc1] h = MatMul(x, w1)  [fc2] y = MatMul(h, head)", w1=weight)
+    x = np.zeros((64, 16))
+    with pytest.raises(CalibrationError) as caught:
+        calibrate(artifact, (LOGIT,), data_of(tmp_path, x), tmp_path, ProbeOptions(threads=1))
+    assert caught.value.code == "E0506"
+    with pytest.raises(InternalError):
+        ProbeOptions(recipes=(PER_CHANNEL_WEIGHT,))
 
 
 def test_rows_and_sites_can_be_limited(tmp_path):

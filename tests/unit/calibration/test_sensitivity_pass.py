@@ -1,7 +1,5 @@
 """Sensitivities against the loss itself, computed row by row from the outputs in extended precision."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -39,7 +37,7 @@ class World:
     columns: dict[str, np.ndarray]
 
     @classmethod
-    def of(cls, folder: Path, rows: int = ROWS, columns: dict[str, np.ndarray] | None = None) -> World:
+    def of(cls, folder: Path, rows: int = ROWS, columns: dict[str, np.ndarray] | None = None) -> "World":
         artifact = artifact_of(folder)
         scales = {PER_TENSOR.activation_id: {o.tensor: 0.03125 for s in artifact.sites for o in s.operands}}
         switches = tuple(
@@ -111,7 +109,7 @@ def test_logit_terms_are_the_change_of_the_loss(weighted, world):
         assert item.kl.rows == item.kl_moments.units == ROWS and item.draws is None
 
 
-def test_regression_terms_are_the_change_of_the_squared_error(world):
+def test_regression_changes_the_squared_error_and_sites_of_one_tensor_are_measured_together(world):
     result = world.measure(OutputSpec("y", OutputKind.REGRESSION, "rating"))
     y, f, changed = world.columns["rating"], world.scores(), world.scores(("head",))
     (item,) = result.by_site["head"]
@@ -119,6 +117,14 @@ def test_regression_terms_are_the_change_of_the_squared_error(world):
     assert item.kl.value == pytest.approx(float(np.square(changed - f).mean() / loss.mean()), rel=1e-9)
     total = float((np.square(changed - y) - loss).mean() / loss.mean())
     assert item.kl.value + item.labelled.value == pytest.approx(total, rel=1e-6)
+    result = world.measure()
+    (group,) = result.groups
+    assert (group.tensor, group.sites) == ("x", SHARED)
+    z, together = world.scores(), world.scores(SHARED)
+    loss = cross_entropy(z, world.columns["label"])
+    item = group.sensitivity("y")
+    assert item.recipe == "e4m3fn/amax"
+    assert item.kl.value == pytest.approx(float(divergence(z, together).mean() / loss.mean()), rel=1e-6)
 
 
 def test_without_labels_kl_is_relative_to_the_mean_entropy(world):
@@ -134,17 +140,6 @@ def test_without_labels_kl_is_relative_to_the_mean_entropy(world):
     assert item.labelled is None and item.labelled_moments is None
     assert item.draws is not None and item.draws.labelled_low is None and item.draws.labelled_high is None
     assert result.baseline_loss["y"].value == pytest.approx(float(entropy), rel=1e-12)
-
-
-def test_sites_that_share_a_tensor_are_measured_together(world):
-    result = world.measure()
-    (group,) = result.groups
-    assert (group.tensor, group.sites) == ("x", SHARED)
-    z, together = world.scores(), world.scores(SHARED)
-    loss = cross_entropy(z, world.columns["label"])
-    item = group.sensitivity("y")
-    assert item.recipe == "e4m3fn/amax"
-    assert item.kl.value == pytest.approx(float(divergence(z, together).mean() / loss.mean()), rel=1e-6)
 
 
 @pytest.mark.parametrize("group", ["user", "name"])
@@ -187,7 +182,7 @@ def test_draws_are_the_same_rows_under_moved_scales(world):
     assert result.by_site["norm"][0].draws is None
 
 
-def test_the_pass_stops_when_nothing_is_open(tmp_path):
+def test_the_pass_stops_when_nothing_is_open_and_names_what_stays_open(tmp_path):
     world = World.of(tmp_path, 30_000)
     asked: list[Sensitivities] = []
     seen: list[tuple[str, int, int]] = []
@@ -211,9 +206,6 @@ def test_the_pass_stops_when_nothing_is_open(tmp_path):
     same = world.measure(sensitivity_rows=9216)
     assert same.by_site == stopped.by_site and same.sampling.looks == 1
     assert not same.sampling.is_sequential
-
-
-def test_sites_that_stay_open_are_named_when_the_rows_end(tmp_path):
     world = World.of(tmp_path, 5000)
     found = world.measure(open_sites=lambda found: ("deep",))
     assert (found.sampling.rows, found.sampling.looks, found.sampling.undecided) == (5000, 2, ("deep",))

@@ -3,10 +3,6 @@
 Run files name theirs (`config.choices`), and a site's precision is FP8 or INT8 (`NumberFormat.precision`).
 """
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import ml_dtypes
 import numpy as np
 import onnx
@@ -54,7 +50,7 @@ def stats_of(x: np.ndarray) -> RangeStats:
     return RangeStats(x.size, *ends, *sums, histogram_of(count_magnitudes(x)))
 
 
-def test_scales_rounding_and_the_error_of_a_product(toy: NumberFormat) -> None:
+def test_scales_rounding_and_the_error_of_a_product(toy):
     random = np.random.default_rng(0)
     x, w = (random.standard_normal(shape).astype(np.float32) for shape in ((64, 32), (32, 8)))
     stats = stats_of(x)
@@ -73,7 +69,7 @@ def test_scales_rounding_and_the_error_of_a_product(toy: NumberFormat) -> None:
     assert found == pytest.approx(wanted, rel=0.5) and wanted > 1e-4
 
 
-def test_from_rows_to_a_plan_and_its_graph(toy: NumberFormat, tmp_path: Path) -> None:
+def test_from_rows_to_a_plan_and_its_graph(toy, tmp_path):
     artifact, columns = artifact_of(tmp_path), columns_of(256)
     data, recipe = dataset_of(tmp_path / "data", columns), Recipe.of(toy)
     profile = calibrate(artifact, (LOGIT,), data, tmp_path, ProbeOptions((recipe,), threads=1, draws=1))

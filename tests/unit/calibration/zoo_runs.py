@@ -1,7 +1,5 @@
 """The four zoo models, exported tiny with random weights, on generated rows; each once in a process."""
 
-from __future__ import annotations
-
 import atexit
 import functools
 import shutil
@@ -30,6 +28,8 @@ EACH_MODEL = tuple(
     pytest.param(name, marks=() if name == FAST_MODEL else pytest.mark.slow) for name in MODEL_NAMES
 )
 """Values of a parameter."""
+TWO_MODELS = (FAST_MODEL, pytest.param("interformer", marks=pytest.mark.slow))
+"""Without and with attention, interactions and a history."""
 
 
 @dataclass(frozen=True)

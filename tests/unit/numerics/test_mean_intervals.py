@@ -1,7 +1,5 @@
 """Intervals of means and tests of two samples, against SciPy and by their level."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable
@@ -75,24 +73,13 @@ def test_ratio_interval_matches_the_delta_method_written_out():
     half = stats.t.ppf(0.975, 399) * math.sqrt(variance)
     got = ratio_interval(a, b)
     assert (got.value, got.upper - got.value) == pytest.approx((ratio, half), rel=1e-10)
-
-
-def test_coverage_of_clustered_weighted_ratios():
-    """At 60 clusters and 600 trials the nominal 95 % has a standard error of 0.9 %."""
-    rng = np.random.default_rng(9)
-    clusters, size, trials = 60, 5, 600
-    groups = np.repeat(np.arange(clusters), size)
-    covered = covered_ignoring_groups = 0
-    for _ in range(trials):
-        user = np.repeat(rng.normal(size=clusters), size)
-        b = rng.uniform(0.5, 1.5, clusters * size)
-        a = (0.2 + user) * b + 0.5 * rng.normal(size=b.size)
-        w = rng.integers(1, 3, b.size)
-        grouped, alone = ratio_interval(a, b, w, groups), ratio_interval(a, b, w)
-        covered += grouped.lower <= 0.2 <= grouped.upper
-        covered_ignoring_groups += alone.lower <= 0.2 <= alone.upper
-    assert 0.92 <= covered / trials <= 0.975
-    assert covered_ignoring_groups / trials < 0.85
+    # Weighted rows of groups: the sums of the groups are the units.
+    w, groups = rng.integers(1, 3, 400), rng.integers(0, 60, 400)
+    ratio = (w * a).sum() / (w * b).sum()
+    sums = np.bincount(groups, w * (a - ratio * b)) / (w * b).sum()
+    half = stats.t.ppf(0.975, 59) * math.sqrt(60 / 59 * (sums**2).sum())
+    got = ratio_interval(a, b, w, groups)
+    assert (got.value, got.upper - got.value) == pytest.approx((ratio, half), rel=1e-10)
 
 
 def test_one_unit_says_nothing_about_the_spread_and_misuse_is_refused():
@@ -166,11 +153,8 @@ def test_ends_of_an_interval_are_never_narrower_than_student_s(ends):
         assert found.lower <= plain.lower or ends is Ends.BERNSTEIN
 
 
-# Medians ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("count", [6, 7, 8, 10, 15, 40])
-def test_ranks_are_the_narrowest_that_hold(count: int) -> None:
+def test_ranks_are_the_narrowest_that_hold(count):
     values = [float(v) for v in range(1, count + 1)]
     found = median_interval(values)
     assert found is not None
@@ -180,16 +164,9 @@ def test_ranks_are_the_narrowest_that_hold(count: int) -> None:
     assert found.confidence == pytest.approx(1 - 2 * stats.binom.cdf(rank - 1, count, 0.5))
     assert found.confidence >= 0.95 > 1 - 2 * stats.binom.cdf(rank, count, 0.5)
     assert (found.value, found.rows) == (np.median(values), count)
-
-
-def test_medians_of_five_and_of_ten_far_from_normal() -> None:
-    assert median_interval([1.0] * 5) is None
-    assert median_interval([1.0] * 5, confidence=0.9) is not None
-    draws = np.random.default_rng(3).exponential(size=(2000, 10))
-    found = [median_interval(row.tolist()) for row in draws]
-    inside = np.mean([i is not None and i.lower <= np.log(2) <= i.upper for i in found])
-    # 2,000 draws of a coverage of 97.85 % have a standard error of .33 %.
-    assert inside == pytest.approx(0.9785, abs=0.011)
+    # Five are too few for 95 %.
+    assert median_interval(values[:5]) is None
+    assert median_interval(values[:5], confidence=0.9) is not None
 
 
 Draw = Callable[[np.random.Generator, int], np.ndarray]
@@ -200,7 +177,7 @@ def sample(values: np.ndarray) -> BatchSample:
     return BatchSample.of(BatchSpread(len(values), 512, {"x": sums}), "x")
 
 
-def test_a_sample_is_mean_and_variance_of_the_batches() -> None:
+def test_a_sample_is_mean_and_variance_of_the_batches_and_equal_means_are_equal():
     values = np.random.default_rng(0).normal(3.0, 2.0, 40)
     found = sample(values)
     assert found.batches == 40
@@ -209,10 +186,17 @@ def test_a_sample_is_mean_and_variance_of_the_batches() -> None:
     assert BatchSample.of(BatchSpread(9, 512, {}), "log2.3") == BatchSample(9, 0.0, 0.0)
     with pytest.raises(InternalError, match="'x' has 1"):
         BatchSample.of(BatchSpread(1, 512, {}), "x")
+    constant = sample(np.full(10, 0.25))
+    assert compare_means(constant, constant).p_value == 1.0
+    assert compare_means(constant, sample(np.full(10, 0.5))).p_value == 0.0
+    a, b = sample(np.full(10, 1.0)), sample(np.full(10, 1.0 + 1e-7))
+    assert compare_means(a, b).p_value == 0.0
+    assert compare_means(a, b, resolution=1e-6).p_value > 0.9
+    assert compare_means(a, sample(np.full(10, 1.1)), resolution=1e-6).p_value < 1e-50
 
 
 @pytest.mark.parametrize(("sizes", "spreads"), [((9, 30), (1, 5)), ((30, 9), (1, 5)), ((20, 20), (2, 2))])
-def test_the_larger_p_value_of_welch_and_student(sizes: tuple[int, int], spreads: tuple[int, int]) -> None:
+def test_the_larger_p_value_of_welch_and_student(sizes, spreads):
     random = np.random.default_rng(3)
     a, b = (random.normal(i, sd, n) for i, (n, sd) in enumerate(zip(sizes, spreads, strict=True)))
     found = compare_means(sample(a), sample(b))
@@ -223,17 +207,7 @@ def test_the_larger_p_value_of_welch_and_student(sizes: tuple[int, int], spreads
     assert found.standard_error == pytest.approx(max(errors))
 
 
-def test_equal_means_and_what_arithmetic_cannot_tell_apart() -> None:
-    constant = sample(np.full(10, 0.25))
-    assert compare_means(constant, constant).p_value == 1.0
-    assert compare_means(constant, sample(np.full(10, 0.5))).p_value == 0.0
-    a, b = sample(np.full(10, 1.0)), sample(np.full(10, 1.0 + 1e-7))
-    assert compare_means(a, b).p_value == 0.0
-    assert compare_means(a, b, resolution=1e-6).p_value > 0.9
-    assert compare_means(a, sample(np.full(10, 1.1)), resolution=1e-6).p_value < 1e-50
-
-
-def test_variances_are_compared_in_comparable_units() -> None:
+def test_variances_are_compared_in_comparable_units():
     pairs = [
         (BatchSample(9, 0.0, 2.0), BatchSample(9, 0.0, 10.0)),
         (BatchSample(9, 0.0, 400.0), BatchSample(9, 0.0, 1200.0)),
@@ -261,38 +235,13 @@ UNCHANGED: dict[str, Draw] = {
 
 @pytest.mark.parametrize("sizes", [(1000, 8), (8, 1000), (120, 32)])
 @pytest.mark.parametrize("kind", UNCHANGED)
-def test_the_level_holds_without_any_change(kind: str, sizes: tuple[int, int]) -> None:
+def test_the_level_holds_without_any_change(kind, sizes):
     """At 1 % of single tests and far in the tail, where a family of a thousand tests looks."""
     random, rounds = np.random.default_rng(11), 2000
-    draw = UNCHANGED[kind]
-    pairs = ((_quick(draw(random, n)) for n in sizes) for _ in range(rounds))
+    pairs = ((_quick(UNCHANGED[kind](random, n)) for n in sizes) for _ in range(rounds))
     found = np.array([compare_means(*pair).p_value for pair in pairs])
     assert np.count_nonzero(found <= 0.01) <= stats.binom.ppf(0.999, rounds, 0.01)
     assert np.count_nonzero(found <= 1e-5) == 0
-
-
-@pytest.mark.parametrize("alone", [True, False])
-def test_either_test_alone_would_alarm_without_any_change(alone: bool) -> None:
-    """Why there are two: Welch's fails for a small set that holds nothing, Student's where it varies more."""
-    random, level = np.random.default_rng(5), 1e-4
-    found = []
-    for _ in range(300):
-        if alone:
-            a, b = UNCHANGED["rare"](random, 1000), UNCHANGED["rare"](random, 8)
-        else:
-            a, b = random.normal(size=1000), random.normal(0.0, 10.0, 8)
-        single = stats.ttest_ind(a, b, equal_var=not alone).pvalue
-        found.append((single <= level, compare_means(_quick(a), _quick(b)).p_value <= level))
-    assert sum(single for single, _ in found) > 30
-    assert sum(both for _, both in found) == 0
-
-
-def test_a_real_shift_is_found_as_surely_as_by_welch() -> None:
-    random = np.random.default_rng(2)
-    pairs = [(random.normal(size=117), random.normal(1.2, 1.0, 32)) for _ in range(200)]
-    ours = [compare_means(_quick(a), _quick(b)).p_value <= 1e-5 for a, b in pairs]
-    welch = [stats.ttest_ind(a, b, equal_var=False).pvalue <= 1e-5 for a, b in pairs]
-    assert sum(ours) >= 0.9 * sum(welch) > 120
 
 
 def _quick(values: np.ndarray) -> BatchSample:
@@ -300,7 +249,7 @@ def _quick(values: np.ndarray) -> BatchSample:
 
 
 @pytest.mark.parametrize(("live", "profile"), [(1, 1), (3, 5), (5, 3), (4, 4)])
-def test_exceedance_is_the_share_of_rankings(live: int, profile: int) -> None:
+def test_exceedance_is_the_share_of_rankings(live, profile):
     """By enumeration of which ranks the live batches take."""
     everywhere = range(live + profile)
     rankings = list(combinations(everywhere, live))
@@ -309,15 +258,11 @@ def test_exceedance_is_the_share_of_rankings(live: int, profile: int) -> None:
         wanted = set(everywhere[len(everywhere) - beyond :])
         share = sum(wanted <= set(ranks) for ranks in rankings) / len(rankings)
         assert exceedance_probability(beyond, live, profile) == pytest.approx(share)
-
-
-def test_exceedance_of_thousands_of_batches() -> None:
     assert exceedance_probability(0, 100_000, 20) == 1.0
     assert exceedance_probability(5000, 5000, 5000) == 0.0
-    assert exceedance_probability(3, 32, 117) == pytest.approx(32 * 31 * 30 / (149 * 148 * 147))
 
 
-def test_holm_and_stability_index_by_hand() -> None:
+def test_holm_and_stability_index_by_hand():
     # m = 4: 4 × .005, 3 × .01, 2 × .03, 1 × .04, never falling.
     assert holm([0.04, 0.005, 0.03, 0.01]) == pytest.approx((0.06, 0.02, 0.06, 0.03))
     assert holm([0.6, 0.7]) == (1.0, 1.0)
@@ -332,7 +277,7 @@ def test_holm_and_stability_index_by_hand() -> None:
 
 
 @given(st.lists(st.floats(0.0, 1.0), min_size=1, max_size=20), st.floats(0.001, 0.2))
-def test_holm_rejects_what_the_step_down_procedure_rejects(p_values: list[float], level: float) -> None:
+def test_holm_rejects_what_the_step_down_procedure_rejects(p_values, level):
     rejected, left = set[int](), sorted(range(len(p_values)), key=p_values.__getitem__)
     while left and p_values[left[0]] * len(left) <= level:
         rejected.add(left.pop(0))
@@ -340,7 +285,7 @@ def test_holm_rejects_what_the_step_down_procedure_rejects(p_values: list[float]
     assert {i for i, p in enumerate(adjusted) if p <= level} == rejected
 
 
-def test_stability_index_of_one_distribution_is_small_and_of_a_shifted_one_large() -> None:
+def test_stability_index_of_one_distribution_is_small_and_of_a_shifted_one_large():
     random = np.random.default_rng(1)
     values = [random.normal(0.0, sd, 20_000) for sd in (1.0, 1.0, 2.0)]
     first, same, doubled = (histogram_of(count_magnitudes(x)) for x in values)

@@ -1,6 +1,4 @@
-"""Scales: no saturation, no waste, exact in every float type; by rule, with the error that they predict."""
-
-from __future__ import annotations
+"""Scales: no saturation, no waste, the error that they predict. Casts against all codes, int64, ONNX."""
 
 import re
 from dataclasses import replace
@@ -8,18 +6,21 @@ from fractions import Fraction
 
 import ml_dtypes
 import numpy as np
+import onnx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
+from onnx import TensorProto, helper, numpy_helper
+from onnx.reference import ReferenceEvaluator
 
 from loka_onnx.core.exact_sum import ExactSum
-from loka_onnx.core.formats import E4M3FN, FLOATS, INT8, UINT8, NumberFormat
+from loka_onnx.core.formats import E4M3FN, E4M3FNUZ, E5M2, FLOATS, INT8, UINT8, NumberFormat
 from loka_onnx.core.recipe import Granularity, Recipe
 from loka_onnx.core.statistics import NOTHING_COUNTED, RangeStats
-from loka_onnx.errors import CalibrationError
+from loka_onnx.errors import CalibrationError, InternalError
 from loka_onnx.numerics.histograms import count_magnitudes, histogram_of
-from loka_onnx.numerics.rounding import fake_quantize
+from loka_onnx.numerics.rounding import dequantize, fake_quantize, quantize, storage_type
 from loka_onnx.numerics.scale_choice import activation_scaling, cumulated_error, expected_noise
 from loka_onnx.numerics.scales import SMALLEST_SCALE, amax_scale, weight_scales
 
@@ -63,7 +64,7 @@ def test_amax_on_and_just_beside_the_grid(format):
         assert amax_scale(np.nextafter(grid * format.max, np.inf), format) > grid
 
 
-def test_zero_and_tiny_ranges_and_scales_per_tensor():
+def test_zero_and_tiny_ranges_have_a_scale_and_weights_without_one_are_refused():
     assert amax_scale(0.0, E4M3FN) == 1.0
     assert amax_scale(1e-45, E4M3FN) == 2.0**-126
     w = np.array([[1.0, -7.0]], np.float16)
@@ -71,6 +72,12 @@ def test_zero_and_tiny_ranges_and_scales_per_tensor():
     assert scale.shape == ()
     assert float(scale) == 2.0**-6
     assert weight_scales(w[:0], Granularity.PER_TENSOR, 0, E4M3FN) == 1.0
+    with pytest.raises(CalibrationError, match=r"1 of 3 ranges, the first is number 1"):
+        weight_scales(np.array([[1.0], [1e39], [2.0]]), Granularity.PER_CHANNEL, 0, E4M3FN)
+    w = np.array([[1.0, np.nan], [np.inf, 0.0]], np.float32)
+    with pytest.raises(CalibrationError) as caught:
+        weight_scales(w, Granularity.PER_CHANNEL, 0, E4M3FN)
+    assert (caught.value.code, caught.value.evidence) == ("E1904", "2 of 4 elements")
 
 
 @pytest.mark.parametrize("amax", [float("inf"), float("nan"), -1.0, 1e39])
@@ -96,15 +103,6 @@ def test_weight_scales_per_channel_are_those_of_each_channel(format, axis):
     bound = np.moveaxis(np.broadcast_to(scales, channels.T.shape).T, 0, axis)
     half_ulp = format.max * 2.0 ** -(format.mantissa_bits + 1)
     assert (error <= bound * half_ulp).all()
-
-
-def test_weights_without_a_scale_are_refused():
-    with pytest.raises(CalibrationError, match=r"1 of 3 ranges, the first is number 1"):
-        weight_scales(np.array([[1.0], [1e39], [2.0]]), Granularity.PER_CHANNEL, 0, E4M3FN)
-    w = np.array([[1.0, np.nan], [np.inf, 0.0]], np.float32)
-    with pytest.raises(CalibrationError) as caught:
-        weight_scales(w, Granularity.PER_CHANNEL, 0, E4M3FN)
-    assert (caught.value.code, caught.value.evidence) == ("E1904", "2 of 4 elements")
 
 
 RULES = ("amax", "percentile-99.9", "percentile-99.99", "mse")
@@ -161,21 +159,28 @@ def test_the_integral_of_the_error_against_a_fine_sum(format):
         assert float(found[1] - found[0]) == pytest.approx(summed, rel=1e-4)
 
 
-@pytest.mark.parametrize("format", FLOATS)
+@pytest.mark.parametrize("format", [*FLOATS, INT8, UINT8])
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
 def test_predicted_and_measured_error(name, rule, format):
     """Within a factor of 1.05 in the relative error, 1.15 where a few of the values hold most of the energy.
 
-    Seen: 1.03 and 1.12, over 200,000 values.
+    Seen: 1.03 and 1.12 in floats, 1.06 in integers, over 200,000 values.
     """
-    allowed = 0.15 if name in HEAVY else 0.05
+    is_integer = format in (INT8, UINT8)
+    if is_integer and name in ("lognormal", "two scales"):
+        return  # A step of an integer grid is larger than most of these values.
+    allowed = 0.15 if name in HEAVY else 0.06 if is_integer else 0.05
     x = sample(name)
     stats = stats_of(x)
-    scale = scale_of(stats, Recipe.of(format, scale=rule))
-    predicted = float(expected_noise(stats, np.array([scale]), format)[0])
-    measured = measured_noise(x, scale, format)
-    assert (predicted / measured) ** 0.5 == pytest.approx(1.0, abs=allowed)
+    found = activation_scaling(stats, Recipe.of(format, scale=rule))
+    assert found.zero_point == 0 or format is UINT8
+    rounded = fake_quantize(x, found.scale, format, zero_point=found.zero_point).astype(np.float64)
+    predicted = float(expected_noise(stats, np.array([found.scale]), format, found.zero_point)[0])
+    assert (predicted / np.square(rounded - x).sum()) ** 0.5 == pytest.approx(1.0, abs=allowed)
+    if is_integer and rule == "amax":
+        # A rounded zero point may cut half a step off.
+        assert np.abs(rounded - x).max() <= found.scale * (1.0 if format is UINT8 else 0.5) * (1 + 1e-5)
 
 
 values = npst.arrays(
@@ -192,7 +197,7 @@ def test_mse_is_never_predicted_worse_than_amax(x, format):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("format", [E4M3FN, *(pytest.param(f, marks=pytest.mark.slow) for f in FLOATS[1:])])
+@pytest.mark.parametrize("format", FLOATS)
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
 def test_mse_against_the_best_scale_there_is(name, format):
     """A floating-point format loses little by any scale: amax itself comes within 1.13. Seen: 1.10."""
@@ -200,7 +205,7 @@ def test_mse_against_the_best_scale_there_is(name, format):
     stats = stats_of(x)
     chosen = measured_noise(x, scale_of(stats, Recipe.of(format, scale="mse")), format)
     widest = amax_scale(stats.amax, format)
-    best = min(measured_noise(x, widest * 2.0 ** (-step / 32), format) for step in range(-32, 200))
+    best = min(measured_noise(x, widest * 2.0 ** (-step / 16), format) for step in range(-16, 100))
     assert (chosen / best) ** 0.5 <= (1.12 if name in HEAVY else 1.02)
 
 
@@ -239,24 +244,6 @@ def test_unknown_rules_are_refused(rule):
     assert Recipe.of(scale="percentile-99.9").percentile == 99.9
 
 
-@pytest.mark.parametrize("format", [INT8, UINT8])
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("name", ["normal", "relu", "uniform", "heavy tails"])
-def test_integer_scalings_and_their_predicted_error(name, rule, format):
-    """Within 1.06 in the relative error, more where few values hold most of the energy."""
-    x = sample(name)
-    stats = stats_of(x)
-    scaling = activation_scaling(stats, Recipe.of(format, scale=rule))
-    assert scaling.zero_point == 0 or format is UINT8
-    rounded = fake_quantize(x, scaling.scale, format, zero_point=scaling.zero_point).astype(np.float64)
-    predicted = float(expected_noise(stats, np.array([scaling.scale]), format, scaling.zero_point)[0])
-    allowed = 0.15 if name in HEAVY else 0.06
-    assert (predicted / np.square(rounded - x).sum()) ** 0.5 == pytest.approx(1.0, abs=allowed)
-    if rule == "amax":
-        # A rounded zero point may cut half a step off.
-        assert np.abs(rounded - x).max() <= scaling.scale * (1.0 if format is UINT8 else 0.5) * (1 + 1e-5)
-
-
 def test_a_zero_point_spends_the_whole_range_on_what_is_there():
     """A tensor of one sign gets 255 steps in UINT8, and 127 in INT8."""
     x = sample("relu")
@@ -269,3 +256,167 @@ def test_a_zero_point_spends_the_whole_range_on_what_is_there():
     assert (negative.scale, negative.zero_point) == (positive.scale, round(x.max() / positive.scale))
     # Without a value below 3, zero still has a code.
     assert activation_scaling(stats_of(x + 3), Recipe.of(UINT8)).zero_point == 0
+
+
+FLOAT32 = st.floats(width=32, allow_nan=False, allow_infinity=False)
+SCALES = st.floats(min_value=2.0**-60, max_value=2.0**60, width=32)
+
+# (exponent bits, mantissa bits, bias), from the ONNX page "Float stored in 8 bits".
+LAYOUT = {E4M3FN: (4, 3, 7), E4M3FNUZ: (4, 3, 8), E5M2: (5, 2, 15)}
+
+
+def decode(code: int, format: NumberFormat) -> float:
+    exponent_bits, mantissa_bits, bias = LAYOUT[format]
+    sign = -1.0 if code >> 7 else 1.0
+    exponent = (code >> mantissa_bits) & (2**exponent_bits - 1)
+    mantissa = code & (2**mantissa_bits - 1)
+    if format is E4M3FNUZ and code == 0x80:
+        return float("nan")
+    if format is E4M3FN and code & 0x7F == 0x7F:
+        return float("nan")
+    if format is E5M2 and exponent == 31:
+        return float("nan") if mantissa else sign * float("inf")
+    if exponent == 0:
+        return sign * mantissa * 2.0 ** (1 - bias - mantissa_bits)
+    return sign * (2**mantissa_bits + mantissa) * 2.0 ** (exponent - bias - mantissa_bits)
+
+
+CODES = {format: [(v, c) for c in range(256) if np.isfinite(v := decode(c, format))] for format in FLOATS}
+
+
+def nearest_even(x: float, format: NumberFormat) -> float:
+    """Slow reference: the closest of all finite codes, the even code on a tie."""
+    distance = min(abs(x - v) for v, _ in CODES[format])
+    ties = {v: c for v, c in CODES[format] if abs(x - v) == distance}
+    return next(v for v, c in ties.items() if len(ties) == 1 or c % 2 == 0)
+
+
+def qdq_model(x, scale, format, axis=0, zero_point=0):
+    zero = np.full(np.shape(scale), zero_point, storage_type(format))
+    nodes = [
+        helper.make_node("QuantizeLinear", ["x", "s", "z"], ["q"], axis=axis),
+        helper.make_node("DequantizeLinear", ["q", "s", "z"], ["y"], axis=axis),
+    ]
+    types = {"x": TensorProto.FLOAT, "q": format.onnx_type, "y": TensorProto.FLOAT}
+    given, *ends = (helper.make_tensor_value_info(name, kind, x.shape) for name, kind in types.items())
+    stored = [numpy_helper.from_array(np.float32(scale), "s"), numpy_helper.from_array(zero, "z")]
+    graph = helper.make_graph(nodes, "qdq", [given], ends, stored)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+    onnx.checker.check_model(model)
+    return model
+
+
+def onnx_reference(x, scale, format, axis=0):
+    return ReferenceEvaluator(qdq_model(x, scale, format, axis)).run(None, {"x": x})
+
+
+@pytest.mark.parametrize("format", FLOATS)
+def test_every_code_decodes_as_the_layout_says(format):
+    codes = np.arange(256, dtype=np.uint8).view(storage_type(format))
+    expected = np.array([decode(c, format) for c in range(256)], np.float32)
+    np.testing.assert_array_equal(dequantize(codes, 1.0), expected)
+
+
+@pytest.mark.parametrize("format", FLOATS)
+def test_rounds_to_the_nearest_code_and_even_on_ties(format):
+    """Every tie and its neighbours: between two of them all values are rounded alike."""
+    values = np.unique([v for v, _ in CODES[format]])
+    assert (values[-1], values[values > 0][0]) == (format.max, format.smallest)
+    middle = ((values[1:] + values[:-1]) / 2).astype(np.float32)
+    x = np.concatenate([middle, *(np.nextafter(middle, np.float32(end)) for end in (9e9, -9e9))])
+    got = fake_quantize(x, 1.0, format)
+    np.testing.assert_array_equal(got, [nearest_even(float(v), format) for v in x])
+
+
+@pytest.mark.parametrize("format", FLOATS)
+@given(values=st.lists(FLOAT32, min_size=1, max_size=20), scale=SCALES)
+@settings(max_examples=40, deadline=None)
+def test_agrees_with_the_onnx_reference_evaluator(format, values, scale):
+    x = np.array(values, np.float32)
+    with np.errstate(over="ignore"):
+        q, y = onnx_reference(x, scale, format)
+    np.testing.assert_array_equal(quantize(x, scale, format).view(np.uint8), q.view(np.uint8))
+    np.testing.assert_array_equal(dequantize(q, scale), y)
+
+
+@pytest.mark.parametrize("format", FLOATS)
+@pytest.mark.parametrize("axis", [0, 1, 2, -1])
+def test_per_channel_agrees_with_the_onnx_reference_evaluator(format, axis):
+    rng = np.random.default_rng(1)
+    x = rng.normal(size=(3, 4, 5)).astype(np.float32)
+    scale = rng.uniform(1e-3, 1e-1, x.shape[axis]).astype(np.float32)
+    q, y = onnx_reference(x, scale, format, axis % 3)
+    np.testing.assert_array_equal(quantize(x, scale, format, axis).view(np.uint8), q.view(np.uint8))
+    np.testing.assert_array_equal(fake_quantize(x, scale, format, axis), y)
+
+
+@pytest.mark.parametrize("format", FLOATS)
+def test_specials_saturate_and_nan_stays(format):
+    x = np.array([np.inf, -np.inf, np.nan, 1e30, 0.0], np.float32)
+    limit = format.max
+    np.testing.assert_array_equal(fake_quantize(x, 1.0, format), [limit, -limit, np.nan, limit, 0.0])
+    # FP32 cannot hold the quotient, nor the float64 input.
+    beyond = quantize(np.array([3e38, -1e300]), 1e-3, format).astype(np.float32)
+    np.testing.assert_array_equal(beyond, [limit, -limit])
+
+
+def test_fnuz_has_one_zero_and_integers_have_channels_and_specials():
+    q = quantize(np.array([448.0]), 1.0, E4M3FN)
+    assert dequantize(q, 1e38).tolist() == [np.inf]
+    x = np.array([-0.0, -1e-9, 0.0], np.float32)
+    assert quantize(x, 1.0, E4M3FNUZ).view(np.uint8).tolist() == [0, 0, 0]
+    assert quantize(x, 1.0, E4M3FN).view(np.uint8).tolist() == [0x80, 0x80, 0]
+    w = np.random.default_rng(1).normal(size=(3, 5)).astype(np.float32)
+    scale = np.float32([0.01, 0.1, 1.0])
+    codes = quantize(w, scale, INT8, 0)
+    np.testing.assert_array_equal(codes, by_int64(w, scale[:, None], INT8, 0))
+    np.testing.assert_array_equal(dequantize(codes, scale, 0), codes.astype(np.float32) * scale[:, None])
+    assert quantize(np.float32([np.inf, -np.inf]), 1.0, UINT8, zero_point=9).tolist() == [255, 0]
+    with pytest.raises(CalibrationError, match="INT8 holds no NaN"):
+        quantize(np.float32([np.nan]), 1.0, INT8)
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf"), 1e-60])
+def test_a_scale_that_is_none_is_refused(scale):
+    with pytest.raises(CalibrationError) as caught:
+        quantize(np.ones(2, np.float32), np.array([1.0, scale]), E5M2, axis=0)
+    assert caught.value.code == "E1902" and f"scale 1 of 2 is {scale:g}" in caught.value.evidence
+
+
+@pytest.mark.parametrize(("shape", "axis"), [((3,), None), ((3,), 0), ((3,), 5), ((2, 1), 0)])
+def test_scales_that_do_not_fit_are_refused(shape, axis):
+    with pytest.raises(InternalError, match="per-channel scales do not fit the tensor"):
+        quantize(np.ones((2, 3), np.float32), np.ones(shape, np.float32), E4M3FN, axis)
+
+
+def by_int64(x, scale, format, zero_point):
+    """Nearest even by comparing twice the remainder, saturation by comparing codes."""
+    low, high = {INT8: (-128, 127), UINT8: (0, 255)}[format]
+    quotient = (x / np.asarray(scale, np.float32)).astype(np.float64)
+    below = np.floor(np.clip(quotient, -1e6, 1e6))
+    twice = 2 * (np.clip(quotient, -1e6, 1e6) - below)
+    code = below.astype(np.int64)
+    code += (twice > 1) | ((twice == 1) & (code % 2 == 1))
+    return np.minimum(np.maximum(code + zero_point, low), high)
+
+
+INTEGERS = [(INT8, 0), (INT8, -3), (UINT8, 0), (UINT8, 128), (UINT8, 255)]
+
+
+@pytest.mark.parametrize(("format", "zero_point"), INTEGERS)
+@pytest.mark.parametrize("scale", [1.0, 0.0078125, 1.6640625, 3e28])
+def test_integers_against_int64_and_onnx_runtime(format, zero_point, scale):
+    ort = pytest.importorskip("onnxruntime")
+    every = np.arange(-300, 301) / 2
+    ties = np.concatenate([every, np.nextafter(every, 999), np.nextafter(every, -999), [1e9, -1e9]])
+    x = (np.concatenate([ties, np.random.default_rng(0).normal(0, 100, 999)]) * scale).astype(np.float32)
+    expected = by_int64(x, scale, format, zero_point)
+    values = ((expected - zero_point).astype(np.float32)) * np.float32(scale)
+    codes = quantize(x, scale, format, zero_point=zero_point)
+    assert codes.dtype == storage_type(format)
+    np.testing.assert_array_equal(codes, expected)
+    np.testing.assert_array_equal(fake_quantize(x, scale, format, zero_point=zero_point), values)
+    model = qdq_model(x, scale, format, zero_point=zero_point).SerializeToString()
+    q, y = ort.InferenceSession(model, providers=["CPUExecutionProvider"]).run(None, {"x": x})
+    np.testing.assert_array_equal(q, expected)
+    np.testing.assert_array_equal(y, values)

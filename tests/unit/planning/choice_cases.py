@@ -1,7 +1,5 @@
 """Engines, evaluations and plans that a choice is made among."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from loka_onnx.core import serde
@@ -61,21 +59,9 @@ class Candidate:
     detail: str = ""
 
     def engine(self) -> EngineArtifact:
-        return EngineArtifact(
-            backend=self.backend,
-            plan=self.plan,
-            target=self.target,
-            architecture=self.architecture,
-            status=self.status,
-            simulated=self.simulated,
-            path=None,
-            bytes=0,
-            digest="",
-            backend_version="",
-            sites=tuple(SitePrecision(f"s{i}", "fp8", (), False, "") for i in range(self.fallbacks)),
-            build_seconds=0.0,
-            detail=self.detail,
-        )
+        known = (self.backend, self.plan, self.target, self.architecture, self.status, self.simulated)
+        sites = tuple(SitePrecision(f"s{i}", "fp8", (), False, "") for i in range(self.fallbacks))
+        return EngineArtifact(*known, None, 0, "", "", sites, build_seconds=0.0, detail=self.detail)
 
     def evaluation(self, split: str) -> Evaluation:
         outputs = tuple(map(output, self.accuracy)) if self.status is BuildStatus.READY else ()

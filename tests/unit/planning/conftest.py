@@ -1,7 +1,5 @@
 """The model that plans are made for."""
 
-from __future__ import annotations
-
 import pytest
 from planned_models import write_model
 

@@ -1,7 +1,5 @@
 """A model with every kind of site, and profiles of it with chosen sensitivities."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -31,7 +29,7 @@ from loka_onnx.core.statistics import TensorRange
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.graph.sites import find_sites
 from loka_onnx.planning.costs import LABELLED_ALLOWANCE
-from loka_onnx.planning.judging import SiteVerdict, judge
+from loka_onnx.planning.judging import judge
 
 CTR = OutputSpec("ctr", OutputKind.LOGIT, "clicked", budget=0.001)
 CVR = OutputSpec("cvr", OutputKind.LOGIT, "bought", budget=0.001)
@@ -97,23 +95,15 @@ def sensitivity(
     return Sensitivity.of(SensitivityName(recipe, output, denominator), delta, kl, None, draws)
 
 
-def profile_of(
-    model: ModelArtifact,
-    kl: Mapping[str, RatioMoments],
-    outputs: tuple[OutputSpec, ...] = (CTR,),
-    scale: float = 0.0078125,
-) -> Profile:
+def profile_of(model, kl, outputs=(CTR,), scale=0.0078125):
     """A profile with the given KL per site (zero for the others), the same for every output."""
     recipes = {s.name: "bf16" if s.kind is SiteKind.NORM else PER_CHANNEL_WEIGHT.id for s in model.sites}
-    entries = tuple(
-        SiteProfile(
-            site.name,
-            {},
-            (),
-            tuple(sensitivity(recipes[site.name], spec.name, kl.get(site.name, NO_KL)) for spec in outputs),
-        )
-        for site in model.sites
-    )
+
+    def entry(name: str) -> SiteProfile:
+        of_outputs = (sensitivity(recipes[name], spec.name, kl.get(name, NO_KL)) for spec in outputs)
+        return SiteProfile(name, {}, (), tuple(of_outputs))
+
+    entries = tuple(entry(site.name) for site in model.sites)
     tensors = {o.tensor: scale for site in model.sites for o in site.operands if not o.constant}
     scales = {PER_CHANNEL_WEIGHT.activation_id: tensors}
     return Profile(
@@ -142,12 +132,7 @@ def group(tensor: str, sites: Sequence[str], kl: Mapping[str, RatioMoments]) -> 
     return SiteGroup(tensor, tuple(sites), tuple(sensitivity("r", name, m) for name, m in kl.items()))
 
 
-def bare_profile(
-    kl: Mapping[str, Mapping[str, RatioMoments]],
-    groups: Sequence[SiteGroup] = (),
-    sampling: Sampling = FIXED,
-    draws: Draws | None = None,
-) -> Profile:
+def bare_profile(kl, groups=(), sampling=FIXED, draws=None):
     """A profile that knows nothing but KL, by site and output."""
     entries = tuple(
         SiteProfile(name, {}, (), tuple(sensitivity("r", output, m, draws) for output, m in by.items()))
@@ -161,12 +146,7 @@ ALLOWED = CTR.budget * (1 - LABELLED_ALLOWANCE)
 Moments = Mapping[str, Mapping[str, RatioMoments]]
 
 
-def judged(
-    sites: Sequence[Site],
-    profile: Profile,
-    outputs: tuple[OutputSpec, ...] = (CTR,),
-    confidence: float = 0.95,
-) -> dict[str, SiteVerdict]:
+def judged(sites, profile, outputs=(CTR,), confidence=0.95):
     return judge(sites, (), profile, outputs, confidence)
 
 

@@ -1,7 +1,5 @@
 """What is emitted where what would be chosen cannot be: it missed the budget, failed, or ran elsewhere."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -30,22 +28,14 @@ from loka_onnx.errors import PlanningError
 from loka_onnx.planning.choice import MEASURED, OTHER_DEVICE, PROVISIONAL, choose, not_certified
 
 
-@pytest.mark.parametrize(
-    ("candidates", "evidence"),
-    [
-        (
-            (
-                Candidate("fp32", None, (), BuildStatus.FAILED, detail="out of memory"),
-                Candidate("fp8-safe", 100, (BEYOND,)),
-                Candidate("bf16", 200, (UNDECIDED,)),
-            ),
-            "gpu-trt-sm90-fp8-safe: beyond the budget on selection; "
-            "gpu-trt-sm90-bf16: undecided against the budget on selection",
-        ),
-        ((Candidate("fp8-all", 1, simulated=True),), "gpu-trt-sm90-fp8-all: simulated, inside the budget"),
-        ((Candidate("fp8-safe", 1, (BEYOND,)),), "gpu-trt-sm90-fp8-safe: beyond the budget on selection"),
-    ],
-)
+@pytest.mark.parametrize(("candidates", "evidence"), [
+    ((Candidate("fp32", None, (), BuildStatus.FAILED, detail="out of memory"), Candidate("fp8-safe", 100, (
+        BEYOND,)), Candidate("bf16", 200, (UNDECIDED,))),
+        "gpu-trt-sm90-fp8-safe: beyond the budget on selection; "
+        "gpu-trt-sm90-bf16: undecided against the budget on selection"),
+    ((Candidate("fp8-all", 1, simulated=True),), "gpu-trt-sm90-fp8-all: simulated, inside the budget"),
+    ((Candidate("fp8-safe", 1, (BEYOND,)),), "gpu-trt-sm90-fp8-safe: beyond the budget on selection"),
+])  # fmt: skip
 def test_what_was_seen_outside_the_budget_is_never_emitted(candidates, evidence):
     with pytest.raises(PlanningError) as caught:
         chosen(*candidates)
@@ -54,7 +44,7 @@ def test_what_was_seen_outside_the_budget_is_never_emitted(candidates, evidence)
     assert only(*candidates[1:], Candidate("fp32", 400, (UNDECIDED,))).plan == "fp32"
 
 
-def test_what_missed_on_certification_is_not_what_it_falls_back_on() -> None:
+def test_what_missed_on_certification_is_not_what_it_falls_back_on():
     fp8, bf16, fp16 = Candidate("fp8-all", 100), BF16, Candidate("fp16", 210)
     bad_fp8, bad_bf16, bad_fp16 = (Candidate(c.plan, c.us, (BEYOND,)) for c in (fp8, bf16, fp16))
     for selection, certification in (
@@ -73,7 +63,7 @@ def test_what_missed_on_certification_is_not_what_it_falls_back_on() -> None:
     assert on_both([FP32], [Candidate("fp32", 400, (BEYOND,))]).plan == "fp32"
 
 
-def test_an_engine_that_failed_after_its_build_lost_by_that() -> None:
+def test_an_engine_that_failed_after_its_build_lost_by_that():
     fp8, fp16 = Candidate("fp8-all", 10), Candidate("fp16", 20)
     died, crashed = "at batch 2048: the worker died", "failed on selection: out of memory"
     evaluations: list[Evaluation] = []
@@ -95,7 +85,7 @@ def on_h200(plan_id: str, us: float, accuracy: str = WITHIN) -> Candidate:
     return Candidate(plan_id, us, (accuracy,), counts=False)
 
 
-def test_what_another_device_takes_does_not_choose() -> None:
+def test_what_another_device_takes_does_not_choose():
     exact, fp8, slow = on_h200("fp32", 400), on_h200("fp8-all", 1), on_h200("bf16", 900)
     target = only(exact, slow, fp8)
     assert (target.plan, target.basis) == ("fp8-all", OTHER_DEVICE)
@@ -110,7 +100,7 @@ def test_what_another_device_takes_does_not_choose() -> None:
     assert mixed.losers[0].why is Why.OTHER_DEVICE
 
 
-def test_a_batch_size_that_every_engine_fails_at_is_not_forgotten() -> None:
+def test_a_batch_size_that_every_engine_fails_at_is_not_forgotten():
     """What was timed at the smaller sizes would be fast, and answers no request of the largest."""
     bf16, fp8, exact = Candidate("bf16", 20), Candidate("fp8-all", 10), Candidate("fp32")
     died = [
@@ -129,7 +119,7 @@ def test_a_batch_size_that_every_engine_fails_at_is_not_forgotten() -> None:
     assert [loser.why for loser in target.losers] == [Why.FAILED, Why.FAILED]
 
 
-def test_a_simulation_is_not_emitted_because_no_speed_is_known() -> None:
+def test_a_simulation_is_not_emitted_for_want_of_speeds_and_must_hold_on_both_splits():
     real = Candidate("fp8-all", 10, counts=False, fallbacks=1)
     simulation = Candidate("fp8-all", 1, counts=False, simulated=True, backend="ort")
     target = only(on_h200("fp32", 400), simulation, real)
@@ -137,9 +127,12 @@ def test_a_simulation_is_not_emitted_because_no_speed_is_known() -> None:
     assert {loser.engine: loser.why for loser in target.losers}[simulation.engine().id] is Why.SIMULATED
     # In simulation alone it is inside the budget, and there is no engine for it.
     assert only(on_h200("fp32", 400), simulation).plan == "fp32"
+    built = [absent("bf16").engine(), absent("fp8-all").engine()]
+    good, bad = simulated("fp8-all"), simulated("fp8-all", BEYOND)
+    for first, second, expected in ((good, good, "fp8-all"), (good, bad, "bf16"), (bad, good, "bf16")):
+        evaluations = EvaluationSet((first.evaluation("selection"), second.evaluation("certification")))
+        assert choose(built, evaluations, PLANS).targets[0].plan == expected
 
-
-# What misses on certification goes one rung back, twice at most; then comes the exact model -------------
 
 SECOND = replace(plan("fp8-safe-attempt-2", Precision.BF16, 0.5), instead_of="fp8-safe")
 THIRD = replace(plan("fp8-safe-attempt-3", Precision.BF16, 0.3), instead_of="fp8-safe-attempt-2")
@@ -159,17 +152,14 @@ def judged(candidates, certified, others):
     return target, [engine.plan for engine in not_certified(engines, known, WITH_LOWER)]
 
 
-@pytest.mark.parametrize(
-    ("certified", "chosen_plan", "missed", "due"),
-    [
-        ([WITHIN], "fp8-safe", 0, []),
-        ([UNDECIDED, WITHIN], SECOND.id, 1, []),
-        ([UNDECIDED, BEYOND], "fp32", 2, [SECOND.id]),
-        ([UNDECIDED, BEYOND, WITHIN], THIRD.id, 2, []),
-        ([UNDECIDED, BEYOND, UNDECIDED], "fp32", 3, [THIRD.id]),
-    ],
-)
-def test_attempts(certified: list[str], chosen_plan: str, missed: int, due: list[str]) -> None:
+@pytest.mark.parametrize(("certified", "chosen_plan", "missed", "due"), [
+    ([WITHIN], "fp8-safe", 0, []),
+    ([UNDECIDED, WITHIN], SECOND.id, 1, []),
+    ([UNDECIDED, BEYOND], "fp32", 2, [SECOND.id]),
+    ([UNDECIDED, BEYOND, WITHIN], THIRD.id, 2, []),
+    ([UNDECIDED, BEYOND, UNDECIDED], "fp32", 3, [THIRD.id]),
+])  # fmt: skip
+def test_attempts(certified, chosen_plan, missed, due):
     tried = list(ATTEMPTS[: len(certified)])
     target, more = judged(tried, certified, [FP32, BF16])
     assert (target.plan, more) == (chosen_plan, due)
@@ -178,22 +168,19 @@ def test_attempts(certified: list[str], chosen_plan: str, missed: int, due: list
     assert {why[engine] for engine in target.missed} <= {Why.NOT_CERTIFIED}
 
 
-def test_a_lower_rung_that_selection_does_not_take_is_no_attempt() -> None:
+def test_a_lower_rung_that_selection_does_not_take_is_no_attempt_and_it_never_competes():
     beyond = replace(ATTEMPTS[1], accuracy=(BEYOND,))
     target, due = judged([ATTEMPTS[0], beyond], [UNDECIDED, UNDECIDED], [FP32, BF16])
     assert (target.plan, target.missed) == ("fp32", (ATTEMPTS[0].engine().id,))
     assert due == [SECOND.id]
-
-
-def test_a_lower_rung_never_competes_with_what_it_stands_in_for() -> None:
-    """It may be faster by luck: it was not among those that selection chose from."""
+    # It may be faster by luck: it was not among those that selection chose from.
     fast = replace(ATTEMPTS[1], us=50.0)
     target, _ = judged([ATTEMPTS[0], fast], [WITHIN, WITHIN], [FP32, BF16])
     assert target.plan == "fp8-safe"
 
 
 @pytest.mark.parametrize("lower", [False, True])
-def test_attempts_where_the_device_is_elsewhere(lower: bool) -> None:
+def test_attempts_where_the_device_is_elsewhere(lower):
     """The plan's simulation on this host is held against certification."""
     tried = ATTEMPTS[: 1 + lower]
     here = {"target": "cpu", "backend": "ort", "architecture": "cpu"}
@@ -203,9 +190,6 @@ def test_attempts_where_the_device_is_elsewhere(lower: bool) -> None:
     target, due = judged(simulated, certified, [replace(FP32, **here), *built])
     assert (target.plan, due) == ((SECOND.id, []) if lower else ("fp32", ["fp8-safe"]))
     assert len(target.missed) == 1
-
-
-# Hardware that is not here ----------------------------------------------------------------------------
 
 
 def absent(plan_id: str, **more: object) -> Candidate:
@@ -222,21 +206,13 @@ EVERY = ("fp32", "bf16", "fp8-all", "fp8-safe")
 REAL = Candidate("fp8-all", 1, (BEYOND,), target="cpu", backend="other", architecture="cpu")
 
 
-@pytest.mark.parametrize(
-    ("engines", "here", "expected", "why"),
-    [
-        # The most FP8 whose simulation is inside.
-        (
-            EVERY,
-            [simulated("fp8-all", BEYOND), simulated("fp8-safe")],
-            "fp8-safe",
-            "is not inside the budget",
-        ),
-        (EVERY, [simulated("fp8-safe", UNDECIDED)], "bf16", "was not simulated"),
-        # One engine here saw the plan beyond the budget.
-        (("bf16", "fp8-all"), [simulated("fp8-all"), REAL], "bf16", "is not inside the budget"),
-    ],
-)
+@pytest.mark.parametrize(("engines", "here", "expected", "why"), [
+    # The most FP8 whose simulation is inside.
+    (EVERY, [simulated("fp8-all", BEYOND), simulated("fp8-safe")], "fp8-safe", "is not inside the budget"),
+    (EVERY, [simulated("fp8-safe", UNDECIDED)], "bf16", "was not simulated"),
+    # One engine here saw the plan beyond the budget.
+    (("bf16", "fp8-all"), [simulated("fp8-all"), REAL], "bf16", "is not inside the budget"),
+])  # fmt: skip
 def test_choice_by_simulation(engines, here, expected, why):
     choice = chosen(*map(absent, engines), simulated("fp32"), *here)
     assert [target.target for target in choice.targets] == ["gpu", "cpu"]
@@ -253,11 +229,3 @@ def test_the_exact_model_comes_last_whatever_was_seen_of_it(fp32_here, bf16_here
     here = [Candidate(p, 1, (s,), backend="ort", architecture="cpu", target="cpu") for p, s in seen.items()]
     choice = chosen(*[absent("fp32"), absent("bf16"), absent("fp16")][::order], *here)
     assert choice.targets[0].plan == "bf16"
-
-
-def test_a_simulation_must_hold_on_both_splits() -> None:
-    built = [absent("bf16").engine(), absent("fp8-all").engine()]
-    good, bad = simulated("fp8-all"), simulated("fp8-all", BEYOND)
-    for first, second, expected in ((good, good, "fp8-all"), (good, bad, "bf16"), (bad, good, "bf16")):
-        evaluations = EvaluationSet((first.evaluation("selection"), second.evaluation("certification")))
-        assert choose(built, evaluations, PLANS).targets[0].plan == expected

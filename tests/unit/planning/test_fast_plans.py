@@ -1,25 +1,26 @@
-"""The plan `fp8-fast`: safe and fast sites, by the kernel times of a device."""
-
-from __future__ import annotations
+"""The plan `fp8-fast`: safe and fast sites, by the kernel times of a device; latencies that are expected."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
+from itertools import pairwise
+from math import inf, nan
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from planned_models import CTR, graph_of, kl_of, profile_of
 
 from loka_onnx.core import serde
-from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.formats import Precision
-from loka_onnx.core.plan import Decision, PlanSet, SpeedVerdict, Verdict
+from loka_onnx.core.plan import Decision, PlanSet, PrecisionPlan, SpeedVerdict, Verdict
 from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR, Granularity
 from loka_onnx.core.timing import QUANTIZE, Kernel, KernelTiming, Provenance, Shape
+from loka_onnx.errors import InternalError
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.graph.sites import find_sites
 from loka_onnx.planning.costs import LABELLED_ALLOWANCE
-from loka_onnx.planning.expected_latency import expected_us
+from loka_onnx.planning.expected_latency import Known, Point, expected_us, front, predict, why_not_expected
 from loka_onnx.planning.policy import Planner, PlanOptions, make_plans
 from loka_onnx.planning.site_speed import DeviceTimings, SiteSpeeds
 
@@ -65,13 +66,18 @@ ALL_FAST: Mapping[str, Us] = {"fc0": (10.0, 5.0, 1.0), "fc1": (8.0, 4.0, 1.0), "
 ONE_FAST: Mapping[str, Us] = {"fc0": (10.0, 5.0, 1.0), "fc1": (8.0, 9.0, 1.0), "fc2": (6.0, 5.5, 1.0)}
 
 
-def test_sites_that_save_time_run_in_fp8(model: ModelArtifact) -> None:
+def test_sites_that_save_time_run_in_fp8_and_what_a_norm_quantizes_costs_nothing(model):
     plan = plan_of(model, ONE_FAST)
     assert plan.fp8_sites == ("fc0",)
     assert (plan.device, plan.base) == (DEVICE, Precision.BF16)
     decision = plan.decision("fc0")
     assert (decision.verdict, decision.recipe) == (Verdict.SAFE, PER_CHANNEL_WEIGHT)
     assert "takes 10 µs in bf16 and 5 in fp8 at batch 100, quantizing takes 1 µs" in decision.reason
+    us: Mapping[str, Us] = {"fc0": (3.0, 9.0, 1.0), "fc1": (8.0, 7.5, 4.0), "fc2": (6.0, 5.5, 1.0)}
+    assert plans_of(model, (timings(us),)).plans == ()
+    found = plans_of(model, (timings(us, FUSING),)).plan("fp8-fast")
+    assert found.fp8_sites == ("fc1",)
+    assert "quantizing is part of 'ln'" in found.decision("fc1").reason
 
 
 def test_what_an_engine_maker_fuses_stays_and_breaking_it_up_has_no_expected_time(model):
@@ -92,15 +98,7 @@ def test_what_an_engine_maker_fuses_stays_and_breaking_it_up_has_no_expected_tim
     assert (speed.verdict, speed.saved_us) == (SpeedVerdict.UNKNOWN, {})
 
 
-def test_what_a_norm_quantizes_costs_nothing(model: ModelArtifact) -> None:
-    us: Mapping[str, Us] = {"fc0": (3.0, 9.0, 1.0), "fc1": (8.0, 7.5, 4.0), "fc2": (6.0, 5.5, 1.0)}
-    assert plans_of(model, (timings(us),)).plans == ()
-    found = plans_of(model, (timings(us, FUSING),)).plan("fp8-fast")
-    assert found.fp8_sites == ("fc1",)
-    assert "quantizing is part of 'ln'" in found.decision("fc1").reason
-
-
-def test_the_budget_is_spent_on_what_saves_most(model: ModelArtifact) -> None:
+def test_the_budget_is_spent_on_what_saves_most(model):
     kl = {"fc0": kl_of(0.6 * ALLOWED), "fc1": kl_of(0.5 * ALLOWED), "fc2": kl_of(0.4 * ALLOWED)}
     plan = plan_of(model, ALL_FAST, kl)
     assert plan.fp8_sites == ("fc0", "fc2")
@@ -110,16 +108,13 @@ def test_the_budget_is_spent_on_what_saves_most(model: ModelArtifact) -> None:
     )
 
 
-def test_without_kernel_times_there_is_no_plan_and_the_reader_is_told(model: ModelArtifact) -> None:
+def test_without_kernel_times_or_a_gain_there_is_no_plan_and_the_reader_is_told(model):
     unknown = DeviceTimings("amd-mi300x", "migraphx", (), (BATCH,))
     found = plans_of(model, (unknown,), plans=("bf16", "fp8-fast"))
     assert [plan.id for plan in found.plans] == ["bf16"]
     (note,) = found.notes
     assert "no kernel timings for device amd-mi300x" in note and found.speeds == ()
     assert "no device was named" in plans_of(model, ()).notes[0]
-
-
-def test_a_plan_that_saves_nothing_is_left_out(model: ModelArtifact) -> None:
     slow = plans_of(model, (timings({"fc0": (5.0, 6.0, 1.0), "fc1": (5.0, 4.5, 1.0)}),))
     assert slow.plans == ()
     assert "no set of sites inside of the budget saves time on nvidia-h100" in slow.notes[0]
@@ -127,7 +122,7 @@ def test_a_plan_that_saves_nothing_is_left_out(model: ModelArtifact) -> None:
     assert unsafe.notes[0].endswith("of 1 sites with known times 1 is fast, none of them fits the budget")
 
 
-def test_kept_sites_stay_and_forced_ones_spend(model: ModelArtifact) -> None:
+def test_kept_sites_stay_and_forced_ones_spend(model):
     assert plan_of(model, ALL_FAST, keep=("fc0",)).fp8_sites == ("fc1", "fc2")
     kl = {"fc0": kl_of(0.6 * ALLOWED), "fc1": kl_of(0.5 * ALLOWED)}
     poor: Mapping[str, Us] = {"fc0": (10.0, 5.0, 1.0), "fc1": (8.0, 6.5, 1.0)}
@@ -140,7 +135,7 @@ def test_kept_sites_stay_and_forced_ones_spend(model: ModelArtifact) -> None:
     assert "its time is not known" in plan.decision("fc1").reason
 
 
-def test_several_devices_have_a_plan_each(model: ModelArtifact) -> None:
+def test_several_devices_have_a_plan_each_and_every_plan_a_predicted_time(model):
     other = timings({"fc1": (8.0, 4.0, 1.0)}, device="nvidia-h200")
     none = DeviceTimings("amd-mi300x", "migraphx", (), (BATCH,))
     found = plans_of(model, (timings(ONE_FAST), other, none))
@@ -150,9 +145,6 @@ def test_several_devices_have_a_plan_each(model: ModelArtifact) -> None:
     ]
     assert {speed.device for speed in found.speeds} == {"nvidia-h100", "nvidia-h200"}
     assert len(found.notes) == 1
-
-
-def test_every_plan_has_a_predicted_time(model: ModelArtifact) -> None:
     found = plans_of(model, (timings(ONE_FAST),), plans=("fp32", "bf16", "fp8-all", "fp8-safe", "fp8-fast"))
     us = {plan.id: plan.predicted_us for plan in found.plans}
     assert us == {
@@ -167,22 +159,19 @@ def test_every_plan_has_a_predicted_time(model: ModelArtifact) -> None:
     assert serde.loads(PlanSet, serde.dumps(found)) == found
 
 
-@pytest.mark.parametrize(
-    ("us", "verdict"),
-    [
-        ((10.0, 5.0, 4.0), SpeedVerdict.FAST),
-        ((10.0, 5.0, 5.0), SpeedVerdict.SLOW),  # the cast takes all that the product saves
-        ((10.0, 5.0, 6.0), SpeedVerdict.SLOW),
-        ((10.0, 10.0, 1e-9), SpeedVerdict.SLOW),  # nothing is saved
-        ((10.0, 10.5, 1e-9), SpeedVerdict.SLOW),
-    ],
-)
+@pytest.mark.parametrize(("us", "verdict"), [
+    ((10.0, 5.0, 4.0), SpeedVerdict.FAST),
+    ((10.0, 5.0, 5.0), SpeedVerdict.SLOW),  # the cast takes all that the product saves
+    ((10.0, 5.0, 6.0), SpeedVerdict.SLOW),
+    ((10.0, 10.0, 1e-9), SpeedVerdict.SLOW),  # nothing is saved
+    ((10.0, 10.5, 1e-9), SpeedVerdict.SLOW),
+])  # fmt: skip
 def test_fp8_is_fast_where_it_saves_more_than_its_cast(model, us, verdict):
     found = {speed.site: speed.verdict for speed in plans_of(model, (timings({"fc0": us}),)).speeds}
     assert found["fc0"] == verdict
 
 
-def test_refinements_toggle_sites_and_are_numbered(model: ModelArtifact) -> None:
+def test_refinements_toggle_sites_and_are_numbered(model):
     options = PlanOptions(devices=(timings(ALL_FAST),))
     kl = {"fc0": kl_of(0.6 * ALLOWED), "fc1": kl_of(0.5 * ALLOWED)}
     profile = profile_of(model, kl)
@@ -234,7 +223,7 @@ def speeds_of(shared: GraphModel, backend: str, serve: tuple[int, ...] = (10,)) 
     return SiteSpeeds(shared, sites, known, Precision.BF16, recipes)
 
 
-def test_readers_of_one_tensor_share_its_cast(shared: GraphModel) -> None:
+def test_readers_of_one_tensor_share_its_cast(shared):
     speeds = speeds_of(shared, PLAIN)
     assert speeds.sources["fa"] == speeds.sources["fb"]
     assert speeds.speed("fa").verdict is SpeedVerdict.FAST
@@ -242,16 +231,13 @@ def test_readers_of_one_tensor_share_its_cast(shared: GraphModel) -> None:
     # 40 rows of e for 10 examples: the product saves 2 µs, the cast takes 3, and nobody shares it.
     assert speeds.speed("fc").verdict is SpeedVerdict.SLOW
     assert speeds.speed("fc").saved_us == {"10": 2.0}
-
-
-def test_an_activation_that_quantizes_makes_it_free(shared: GraphModel) -> None:
+    # An activation that quantizes makes it free.
     speeds = speeds_of(shared, FUSING)
-    assert speeds.sources["fa"].fused_into == "inner/h"
+    assert (speeds.sources["fa"].fused_into, speeds.sources["fc"].fused_into) == ("inner/h", "")
     assert speeds.quantize_per_row("fa") == 0.0
-    assert speeds.sources["fc"].fused_into == ""
 
 
-def test_a_product_in_fp8_quantizes_for_the_next_one(tmp_path: Path) -> None:
+def test_a_product_in_fp8_quantizes_for_the_next_one(tmp_path):
     text = "(float[batch,32] x) => (float[batch,64] b) { [down] a = MatMul(x, wd) [up] b = MatMul(a, wu) }"
     weights = {"wd": np.ones((32, 32)), "wu": np.ones((32, 64))}
     graph = graph_of(tmp_path / "model.onnx", text, weights)
@@ -265,3 +251,77 @@ def test_a_product_in_fp8_quantizes_for_the_next_one(tmp_path: Path) -> None:
     for sites, us in ((["up"], 6.0), (["up", "down"], 3.0)):
         quantized = [Decision(site, Precision.FP8, None, Verdict.SAFE, "") for site in sites]
         assert speeds.predicted_us(Precision.BF16, quantized) == {"10": us}
+
+
+SAVED = {"a": 30.0, "b": 10.0, "c": 20.0}
+
+
+def plan(*fp8: str, base: Precision = Precision.BF16) -> PrecisionPlan:
+    """Products take 60 µs at 10 rows and twice that at 20, less what FP8 saves."""
+    decisions = tuple(
+        Decision(site, Precision.FP8, PER_TENSOR, Verdict.SAFE, "", 1.0, (1.0,))
+        if site in fp8
+        else Decision(site, base, None, Verdict.NOT_JUDGED, "")
+        for site in SAVED
+    )
+    us = 60.0 - sum(SAVED[site] for site in fp8)
+    return PrecisionPlan("p", "d", base, decisions, {}, 0.0, predicted_us={"gpu": {"10": us, "20": 2 * us}})
+
+
+BF16 = Known("bf16", plan(), {10: 100.0, 20: 180.0})
+# FP8 at a and b saves 10 µs less in the engine than kernel times say.
+BOTH = Known("both", plan("a", "b"), {10: 70.0, 20: 130.0})
+
+
+def test_the_difference_is_added_to_what_was_measured_of_the_plan_that_differs_in_fewest_sites():
+    found = predict(plan("a"), (BF16,), "gpu")
+    assert (found.start, dict(found.us)) == ("bf16", {10: pytest.approx(70.0), 20: pytest.approx(120.0)})
+    found = predict(plan("a", "b", "c"), (BF16, BOTH), "gpu")
+    assert (found.start, found.us[10]) == ("both", pytest.approx(50.0))
+    nearer = predict(plan("c"), (BF16, BOTH), "gpu")
+    assert nearer.start == "bf16"
+
+
+def test_nothing_is_predicted_without_a_like_engine_or_across_a_kernel_that_is_broken_up():
+    other = Known("fp16", plan(base=Precision.FP16), {10: 90.0})
+    assert predict(plan("a"), (other,), "gpu") is None
+    assert predict(plan("a"), (BF16,), "another") is None
+    unknown = Known("near", replace(plan("a"), predicted_us={}), {10: 1.0})
+    found = predict(plan("a"), (unknown, BF16), "gpu")
+    assert found.start == "bf16"
+    alone = replace(plan("a"), breaks_up={"gpu": {"a": "token-residual-norm"}})
+    found = predict(alone, (BF16,), "gpu")
+    why = "FP8 at 'a' breaks up the kernel 'token-residual-norm', and what the parts take was not measured"
+    assert (found.start, found.us, found.why_not) == ("", {}, why)
+    # On another device it is no kernel.
+    assert why_not_expected(alone, BF16.plan, "another") == ""
+    # The other way round as well.
+    found = predict(plan("b"), (Known("parted", alone, {10: 90.0}),), "gpu")
+    assert found.us == {}
+    assert found.why_not.startswith("FP8 at 'a' of plan 'p' breaks up the kernel 'token-residual-norm'")
+    # An engine that differs in more sites, and not by a kernel, is what it starts from.
+    further = predict(plan("a", "b"), (Known("near", alone, {10: 1.0}), BF16), "gpu")
+    assert (further.start, further.why_not) == ("bf16", "")
+
+
+# The front against its definition, tried on every pair
+
+# Few values, so that ties in one and in both come up.
+VALUES = st.sampled_from([0.5, 1.0, 1.5, 2.0, inf])
+
+
+def dominates(a: Point, b: Point) -> bool:
+    no_worse = a.time <= b.time and a.loss <= b.loss
+    return no_worse and (a.time < b.time or a.loss < b.loss)
+
+
+@given(st.lists(st.tuples(VALUES, VALUES), max_size=12))
+def test_it_is_what_no_other_point_dominates(places):
+    points = [Point(f"p{i}", time, loss) for i, (time, loss) in enumerate(places)]
+    found = front(points)
+    by_definition = {p.name for p in points if not any(dominates(other, p) for other in points)}
+    assert {p.name for p in found} == by_definition
+    assert [p.time for p in found] == sorted(p.time for p in found)
+    assert all(a.loss >= b.loss for a, b in pairwise(found))
+    with pytest.raises(InternalError):
+        front([*points, Point("a", nan, 1.0)])

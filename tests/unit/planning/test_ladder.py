@@ -1,6 +1,4 @@
-"""Which sites go, in which order, and how many: against figures worked out by hand."""
-
-from __future__ import annotations
+"""Which sites go, in which order, and how many, by figures of hand; how much of its error one may keep."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -22,10 +20,13 @@ from loka_onnx.core.evaluation import (
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.intervals import Interval
 from loka_onnx.core.plan import Decision, PrecisionPlan, SiteSpeed, SpeedVerdict, Verdict
-from loka_onnx.core.profile import SiteProfile
-from loka_onnx.core.recipe import PER_TENSOR
+from loka_onnx.core.profile import Profile, SiteProfile
+from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR
 from loka_onnx.core.refinement import Returned
+from loka_onnx.planning.climbing import Goal, affordable_kl
+from loka_onnx.planning.high_error_channels import LEAST, MOST, SURE, errors_to_leave
 from loka_onnx.planning.ladder import ROOM, Ladder
+from loka_onnx.planning.policy import PlanOptions
 
 KL = {"fc0": kl_of(1e-4), "fc1": kl_of(4e-4), "fc2": kl_of(1e-4)}
 """Of a budget of 1e-3, of which half is allowed to KL. For each operation fc1 costs most, fc2 least."""
@@ -83,7 +84,7 @@ def speed(site: str, saved_us: float, tensor: str, quantize_us: float = 0.0) -> 
 SPEEDS = (speed("fc0", 2.0, "x", 1.0), speed("fc1", 50.0, "n"), speed("fc2", 4.0, "f"))
 
 
-def test_known_times_decide_what_is_worth_its_cost(model):
+def test_known_times_decide_what_is_worth_its_cost_and_the_predicted_time_follows(model):
     giving = Ladder(model, profile_of(model, KL), (CTR,), SPEEDS)
     found = giving.revert_sites(plan(model, *ALL), evaluation(measured(1e-3, 1.05e-3)), "gpu")
     assert [each.sites for each in found.returned] == [("fc0",)]
@@ -91,9 +92,6 @@ def test_known_times_decide_what_is_worth_its_cost(model):
     # Times of another device say nothing of this one.
     other = giving.revert_sites(plan(model, *ALL), evaluation(measured(1e-3, 1.05e-3)), "another")
     assert [each.sites for each in other.returned] == [("fc1",)]
-
-
-def test_the_predicted_time_follows(model: ModelArtifact) -> None:
     giving = Ladder(model, profile_of(model, KL), (CTR,), SPEEDS)
     known = replace(plan(model, *ALL), predicted_us={"gpu": {"10": 100.0}, "b": {"10": 7.0}}, device="gpu")
     found = giving.revert_sites(known, evaluation(measured(1e-3, 1.05e-3)), "gpu")
@@ -107,7 +105,7 @@ def test_the_predicted_time_follows(model: ModelArtifact) -> None:
     assert still.plan.predicted_us == {"gpu": {"10": pytest.approx(102.0)}}
 
 
-def test_sites_that_share_a_tensor_go_together(model: ModelArtifact) -> None:
+def test_sites_that_share_a_tensor_go_together_and_what_the_user_forced_stays(model):
     profile = replace(profile_of(model, KL), groups=(group("x", ("fc0", "fc1"), {"ctr": kl_of(4.5e-4)}),))
     quick = (speed("fc0", 2.0, "x", 1.0), speed("fc1", 2.0, "x", 1.0), SPEEDS[2])
     giving = Ladder(model, profile, (CTR,), quick)
@@ -118,9 +116,6 @@ def test_sites_that_share_a_tensor_go_together(model: ModelArtifact) -> None:
     assert giving.rungs(ALL, "another")[1:] == tuple(map(frozenset, (("fc2",), ("fc0", "fc2"), ALL)))
     assert found.returned[0].kl == pytest.approx(0.9)
     assert found.plan.predicted_kl == {"ctr": pytest.approx(1e-4)}
-
-
-def test_what_the_user_forced_stays(model: ModelArtifact) -> None:
     giving = Ladder(model, profile_of(model, KL), (CTR,), (), forced=("fc1",))
     missed = evaluation(measured(6e-4, 1.05e-3))
     found = giving.revert_sites(plan(model, *ALL), missed, "gpu")
@@ -130,12 +125,17 @@ def test_what_the_user_forced_stays(model: ModelArtifact) -> None:
     assert rungs[0] == {"fc1"} and len(rungs) == 3
 
 
-def test_every_output_must_fit(model: ModelArtifact) -> None:
+def test_every_output_must_fit_and_what_takes_the_whole_budget_stands_behind_all_others(model):
     giving = Ladder(model, profile_of(model, KL, (CTR, CVR)), (CTR, CVR), ())
     both = evaluation(measured(1e-4, 2e-4), measured(1.2e-3, 2.4e-3, "cvr"))
     found = giving.revert_sites(plan(model, *ALL), both, "gpu")
     # The output that is inside alone would need nothing.
     assert [each.sites for each in found.returned] == [("fc1",), ("fc0",)]
+    # For each operation fc2 costs less than fc1, and no rung with it fits.
+    kl = {"fc0": kl_of(1e-5), "fc1": kl_of(5e-4), "fc2": kl_of(1.1 * CTR.budget)}
+    assert 1.1 * CTR.budget / FLOPS["fc2"] < 5e-4 / FLOPS["fc1"]
+    rungs = Ladder(model, profile_of(model, kl), (CTR,), ()).rungs(ALL)
+    assert rungs == tuple(map(frozenset, ((), ("fc0",), ("fc0", "fc1"), ALL)))
 
 
 def random_kl(seed: int, largest: float = 9e-4) -> dict[str, float]:
@@ -157,7 +157,7 @@ def test_rungs_are_nested_and_each_site_is_worth_more_than_the_next(model, seed,
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_no_label_moves_a_site(model: ModelArtifact, seed: int) -> None:
+def test_no_label_moves_a_site(model, seed):
     """Other labels are other labelled parts, and the same KL."""
     profile = profile_of(model, {name: kl_of(value) for name, value in random_kl(seed).items()})
     random = np.random.default_rng(seed)
@@ -173,9 +173,33 @@ def test_no_label_moves_a_site(model: ModelArtifact, seed: int) -> None:
         assert before == after
 
 
-def test_what_takes_the_whole_budget_stands_behind_all_others(model: ModelArtifact) -> None:
-    """For each operation fc2 costs less than fc1, and no rung with it fits."""
-    kl = {"fc0": kl_of(1e-5), "fc1": kl_of(5e-4), "fc2": kl_of(1.1 * CTR.budget)}
-    assert 1.1 * CTR.budget / FLOPS["fc2"] < 5e-4 / FLOPS["fc1"]
-    rungs = Ladder(model, profile_of(model, kl), (CTR,), ()).rungs(ALL)
-    assert rungs == tuple(map(frozenset, ((), ("fc0",), ("fc0", "fc1"), ALL)))
+ROWS = {"selection": 100_000, "certification": 100_000}
+AFFORDABLE = affordable_kl(CTR.budget, Goal.of(0, 0.05), ROWS)
+"""KL of all products together that certification should pass."""
+SURE_TO_PASS = 0.99 * affordable_kl(CTR.budget, replace(Goal.of(0, 0.05), chance=SURE), ROWS)
+"""And one that it is all but sure to pass."""
+
+
+def left_of(model: ModelArtifact, profile: Profile, *keep: str) -> dict[str, float]:
+    return errors_to_leave(model, profile, (CTR,), (PER_CHANNEL_WEIGHT,), PlanOptions(keep=keep), ROWS)
+
+
+def test_sites_that_do_not_fit_share_a_part_of_what_the_others_leave(model):
+    kl = {"fc0": kl_of(5 * AFFORDABLE), "fc1": kl_of(0.2 * AFFORDABLE), "fc2": kl_of(20 * AFFORDABLE)}
+    left = left_of(model, profile_of(model, kl))
+    assert left == pytest.approx({"fc0": 0.8 / 2 / 5, "fc2": 0.8 / 2 / 20})
+    # Where little is left, a part of all is shared.
+    kl = {"fc0": kl_of(5 * AFFORDABLE), "fc1": kl_of(SURE_TO_PASS)}
+    room = max(LEAST, 1.0 - SURE_TO_PASS / AFFORDABLE)
+    assert left_of(model, profile_of(model, kl)) == pytest.approx({"fc0": room / 5})
+    # A site that would only just pass is cut down.
+    profile = profile_of(model, {"fc0": kl_of(SURE_TO_PASS), "fc1": kl_of(0.98 * AFFORDABLE - SURE_TO_PASS)})
+    assert list(left_of(model, profile).values()) == [MOST]
+
+
+def test_fitting_kept_and_thin_sites_are_left_out(model):
+    harm = kl_of(5 * AFFORDABLE)
+    profile = profile_of(model, {"fc0": harm, "thin": harm, "dot": harm})
+    assert set(left_of(model, profile)) == {"fc0"}
+    assert left_of(model, profile, "fc0") == {}
+    assert left_of(model, profile_of(model, {})) == {}

@@ -1,7 +1,5 @@
 """The plan `mixed`: the format of each tensor's products."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -48,16 +46,12 @@ def measured(model: ModelArtifact, parts: Mapping[str, tuple[float, float]]) -> 
         profile_of(model, {name: kl_of(each[at] * ALLOWED) for name, each in parts.items()})
         for at in range(2)
     )
-    sites = tuple(
-        replace(
-            one,
-            sensitivities=(
-                *one.sensitivities,
-                *(replace(item, recipe=INTEGERS.id) for item in other.sensitivities),
-            ),
-        )
-        for one, other in zip(in_fp8.sites, in_int8.sites, strict=True)
-    )
+
+    def in_both(one, other):
+        more = (replace(item, recipe=INTEGERS.id) for item in other.sensitivities)
+        return replace(one, sensitivities=(*one.sensitivities, *more))
+
+    sites = tuple(map(in_both, in_fp8.sites, in_int8.sites))
     of_tensors = in_fp8.scales[PER_CHANNEL_WEIGHT.activation_id]
     return replace(in_fp8, sites=sites, scales={**in_fp8.scales, INTEGERS.activation_id: of_tensors})
 
@@ -172,16 +166,26 @@ def test_a_refresh_keeps_the_format_of_each_site(model, plan_id):
     assert now.predicted_kl["ctr"] == pytest.approx(grown * ALLOWED)
 
 
-def test_what_no_backend_multiplies_in_integers_is_in_fp8(tmp_path):
-    """A weight on the left has no scale for each column of the result."""
-    text = """(float[batch,32,32] x) => (float[batch,32,32] ctr) {
+def test_what_no_backend_multiplies_in_integers_is_in_fp8_and_in_no_integer_plan_though_forced(tmp_path):
+    """A weight on the left has no scale for each column of the result; nor has one of three axes."""
+    text = """(float[batch,32,32] x) => (float[batch,32,1] thin, float[batch,32,32] stacked) {
         [left] a = MatMul(w, x)
-        [right] ctr = MatMul(a, w)
+        [right] b = MatMul(a, w)
+        [batched] stacked = MatMul(x, stack)
+        [thin] thin = MatMul(b, column)
     }"""
-    model = artifact_of(tmp_path / "left.onnx", text, {"w": np.ones((32, 32))})
-    plans = plans_of(model, measured(model, {"left": (0.1, 0.01), "right": (0.1, 0.01)}))
-    assert plans.plan("mixed").formats == {"left": FLOAT, "right": INTEGER}
-    assert "rather than" not in plans.plan("mixed").decision("left").reason
+    constants = {"w": np.ones((32, 32)), "stack": np.ones((1, 32, 32)), "column": np.ones((32, 1))}
+    model = artifact_of(tmp_path / "left.onnx", text, constants)
+    profile = measured(model, dict.fromkeys(("left", "right", "batched", "thin"), (0.1, 0.01)))
+    forced = plans_of(model, profile, plans=("int8-all", "int8-safe"), force=("left", "batched"))
+    for plan in forced.plans:
+        assert plan.decision("batched").reason.startswith("its weight has 3 axes")
+        assert plan.decision("left").reason.startswith("its weight is the left factor")
+        assert not {"batched", "left"} & {*plan.quantized_sites}
+    assert "INT8 kernels want both to be at least 16" in forced.plan("int8-safe").decision("thin").reason
+    mixed = plans_of(model, profile, keep=("batched",)).plan("mixed")
+    assert (mixed.fp8_sites, mixed.int8_sites) == (("left",), ("right",))
+    assert "rather than" not in mixed.decision("left").reason
 
 
 def test_what_a_site_may_keep_of_its_error_is_told_in_its_own_format(model):

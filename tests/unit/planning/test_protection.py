@@ -1,6 +1,4 @@
-"""What stays in FP32 in each plan, the base that the profile chooses, and models that engines take."""
-
-from __future__ import annotations
+"""What stays in FP32 in each plan, the base that the profile chooses, and what is shown to fit FP16."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +8,7 @@ import onnx
 import pytest
 from onnx import TensorProto
 from onnx.reference import ReferenceEvaluator
-from planned_models import CTR, artifact_of, magnitudes_of, profile_of
+from planned_models import CTR, artifact_of, graph_of, magnitudes_of, profile_of
 
 from loka_onnx.core import serde
 from loka_onnx.core.artifact import ModelArtifact
@@ -19,6 +17,8 @@ from loka_onnx.core.plan import PlanSet, PrecisionPlan, Protection, Verdict, Wid
 from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT
 from loka_onnx.core.statistics import TensorRange
 from loka_onnx.errors import PlanningError
+from loka_onnx.graph.model import GraphModel
+from loka_onnx.planning.fp16 import LARGEST, MARGIN, count_places, scale_fits, unproven_places
 from loka_onnx.planning.policy import PlanOptions, make_plans
 from loka_onnx.sessions.onnx_session import OnnxSession
 from loka_onnx.transforms.precision.apply_plan import PlanForm, apply_plan
@@ -66,7 +66,7 @@ def wide(plan: PrecisionPlan) -> set[str]:
 
 
 @pytest.mark.parametrize("plan_id", ["bf16", "fp16", "fp8-all", "fp8-safe"])
-def test_the_logit_end_stays_in_fp32(plan_id: str, model: ModelArtifact) -> None:
+def test_the_logit_end_stays_in_fp32(plan_id, model):
     plan = plan_of(model, plan_id)
     assert set(plan.wide) == {Wide("heat/div", BEHIND), Wide("sigmoid", BEHIND)}
     platt = plan.decision("platt")
@@ -75,7 +75,7 @@ def test_the_logit_end_stays_in_fp32(plan_id: str, model: ModelArtifact) -> None
     assert plan.decision("head").precision is (Precision.FP8 if plan_id == "fp8-all" else plan.base)
 
 
-def test_protection_is_the_users_choice(model: ModelArtifact) -> None:
+def test_protection_is_the_users_choice_and_a_node_that_is_kept_stays_in_fp32(model):
     nothing = plan_of(model, "fp8-all", protect=())
     assert nothing.wide == () and nothing.decision("platt").precision is Precision.FP8
     stream = plan_of(model, "fp8-all", protect=(Protection.RESIDUAL,))
@@ -84,9 +84,6 @@ def test_protection_is_the_users_choice(model: ModelArtifact) -> None:
     assert stream.decision("norm").reason == "carries the residual stream to the next block"
     both = plan_of(model, "fp8-all", protect=tuple(Protection))
     assert wide(both) == {"join0", "join1"} | ENDS
-
-
-def test_a_node_that_is_kept_stays_in_fp32(model: ModelArtifact) -> None:
     plan = plan_of(model, "fp8-all", keep=("act", "fc1", "heat"))
     assert set(plan.wide) == {
         Wide("act", "kept by 'act'"),
@@ -100,7 +97,7 @@ def test_a_node_that_is_kept_stays_in_fp32(model: ModelArtifact) -> None:
     assert merged.precision is Precision.BF16 and merged.reason.startswith("kept in bf16 by 'q'; ")
 
 
-def test_an_overflow_stays_in_fp32_in_fp16_and_nowhere_else(model: ModelArtifact) -> None:
+def test_an_overflow_stays_in_fp32_in_fp16_and_an_fp8_site_that_reads_it_even_if_forced(model):
     tensors = magnitudes_of(model, h0=TensorRange(7e4), r0=TensorRange(7e4))
     plan = plan_of(model, "fp16", tensors)
     why = "tensor 'h0' reaches 7e+04: 8 times that is beyond FP16's 65504"
@@ -109,9 +106,6 @@ def test_an_overflow_stays_in_fp32_in_fp16_and_nowhere_else(model: ModelArtifact
     assert (plan.decision("fc0").precision, plan.decision("fc0").reason) == (Precision.FP32, why)
     assert plan.decision("fc0").verdict is Verdict.NOT_JUDGED
     assert wide(plan_of(model, "bf16", tensors)) == ENDS
-
-
-def test_an_fp8_site_that_reads_what_overflows_stays_in_fp32_even_if_forced(model: ModelArtifact) -> None:
     tensors = magnitudes_of(model, n=TensorRange(7e4))
     for options in ({}, {"force": ("fc1",)}):
         plan = plan_of(model, "fp8-all", tensors, base=Precision.FP16, **options)
@@ -121,7 +115,7 @@ def test_an_fp8_site_that_reads_what_overflows_stays_in_fp32_even_if_forced(mode
     assert "fc1" in plan_of(model, "fp8-all", tensors).fp8_sites
 
 
-def test_fp16_needs_what_calibration_was_not_asked_for(model: ModelArtifact) -> None:
+def test_fp16_needs_what_calibration_was_not_asked_for(model):
     for plan_id, base in (("fp16", Precision.BF16), ("fp8-all", Precision.FP16), ("fp8-all", None)):
         with pytest.raises(PlanningError) as caught:
             plan_of(model, plan_id, {}, base=base)
@@ -129,14 +123,11 @@ def test_fp16_needs_what_calibration_was_not_asked_for(model: ModelArtifact) -> 
     assert plan_of(model, "fp8-all", {}).base is Precision.BF16
 
 
-def test_fp16_is_chosen_where_it_fits(model: ModelArtifact) -> None:
+def test_fp16_is_chosen_where_it_and_the_scales_fit(model):
     plan = plan_of(model, "fp8-safe", base=None)
     assert (plan.base, plan.base_reason) == (Precision.FP16, "8 times what was measured fits fp16")
     assert plan.decision("norm").precision is Precision.FP16
     assert plan_of(model, "bf16", base=None).base is Precision.BF16
-
-
-def test_bf16_is_chosen_where_many_places_do_not_fit(model: ModelArtifact) -> None:
     tensors = {name: TensorRange(7e4) for name in magnitudes_of(model)}
     plan = plan_of(model, "fp8-safe", tensors, base=None)
     assert plan.base is Precision.BF16 and wide(plan) == ENDS
@@ -144,16 +135,11 @@ def test_bf16_is_chosen_where_many_places_do_not_fit(model: ModelArtifact) -> No
     # Where a site is kept in the base precision, its reason names the base that was chosen.
     kept = plan_of(model, "fp8-safe", tensors, base=None, keep=("fc1",))
     assert kept.decision("fc1").reason.startswith("kept in bf16 by 'fc1'")
-
-
-def test_bf16_is_chosen_where_fp16_does_not_hold_a_scale(model: ModelArtifact) -> None:
-    profile = profile_of(model, {}, scale=2.0**-15)
     options = PlanOptions(base=None, plans=("fp8-safe",))
+    profile = profile_of(model, {}, scale=2.0**-15)
     plan = make_plans(model, profile, (CTR,), [PER_CHANNEL_WEIGHT], options).plan("fp8-safe")
-    assert (plan.base, plan.base_reason) == (
-        Precision.BF16,
-        "site 'fc0' has a scale of 3.052e-05, which fp16 does not hold",
-    )
+    assert plan.base is Precision.BF16
+    assert plan.base_reason == "site 'fc0' has a scale of 3.052e-05, which fp16 does not hold"
 
 
 def planned(model: ModelArtifact, plan: PrecisionPlan, folder: Path) -> onnx.ModelProto:
@@ -192,7 +178,7 @@ def test_the_logit_end_is_typed_fp32_and_the_head_is_not(plan_id, model, tmp_pat
     assert {"temperature", "slope", "shift"} <= names
 
 
-def test_an_fp16_model_that_would_overflow_does_not(model: ModelArtifact, tmp_path: Path) -> None:
+def test_an_fp16_model_that_would_overflow_does_not(model, tmp_path):
     """Rows whose first product is 7e4 and more; ONNX Runtime would compute FP16 in FP32 on a CPU."""
     x = np.random.default_rng(1).normal(size=(64, 32)).astype(np.float32) * 4e4
     exact = OnnxSession(model.path).run({"x": x})["ctr"]
@@ -233,3 +219,113 @@ def test_nvidias_builder_accepts_what_is_protected(base, protect, model, tmp_pat
     config.num_compute_capabilities = 1
     config.set_compute_capability(trt.ComputeCapability.SM89, 0)
     assert builder.build_serialized_network(network, config) is not None
+
+
+CONSTANTS = {
+    "w": np.eye(8), "huge": np.array(-1e9), "edge": np.array(65504.0), "infinite": np.array(-np.inf),
+    "epsilon": np.array(1e-12), "small": np.array(1e-7), "nought": np.array(0.0), "minus": np.array(-1.0),
+    "last": np.array([1]), "first": np.array([0]),
+}  # fmt: skip
+
+
+def load(folder: Path, body: str) -> GraphModel:
+    constants = {name: values for name, values in CONSTANTS.items() if name in body}
+    return graph_of(folder / "m.onnx", f"(float[b,8] x) => (float[] y) {{ {body} }}", constants)
+
+
+def ranges_of(model: GraphModel, **amax: float | TensorRange) -> dict[str, TensorRange]:
+    """What is not given reaches 1, and is at least 0.5 where it is divided by."""
+    computed = [t for node in model.nodes for t in node.outputs]
+    known = {t.name: TensorRange(1.0, 0.5) for t in (*model.inputs, *computed)}
+    return known | {k: v if isinstance(v, TensorRange) else TensorRange(v, v) for k, v in amax.items()}
+
+
+def reasons(model: GraphModel, **amax: float | TensorRange) -> dict[str, str]:
+    """By node; a node of several places has the first reason."""
+    found: dict[str, str] = {}
+    for place in unproven_places(model, ranges_of(model, **amax)):
+        for node in place.nodes:
+            found.setdefault(node, place.reason)
+    return found
+
+
+MLP = "h = MatMul(x, w) t = Transpose(h) r = Relu(t) s = Tanh(x) y = Add(r, s)"
+
+
+def test_an_activation_of_70000_is_refused_with_a_margin_for_rows_that_were_not_seen(tmp_path):
+    model = load(tmp_path, MLP)
+    why = "tensor 'h' reaches 7e+04: 8 times that is beyond FP16's 65504"
+    assert reasons(model, h=7e4, t=7e4) == dict.fromkeys(("inner/h", "inner/t", "inner/r"), why)
+    # What is written, what is read, and the view are one place.
+    assert count_places(unproven_places(model, ranges_of(model, h=7e4, t=7e4))) == 1
+    assert reasons(model) == {}
+
+    # So are a constant and what it makes: an attention mask.
+    model = load(tmp_path, "s = Add(x, huge) y = Softmax(s)")
+    places = unproven_places(model, ranges_of(model, s=1e9))
+    assert {node for place in places for node in place.nodes} == {"inner/s", "inner/y"}
+    assert (len(places), count_places(places)) == (2, 1)
+    model = load(tmp_path, MLP)
+    inside = LARGEST / MARGIN
+    assert reasons(model, h=inside, t=inside) == {}
+    assert set(reasons(model, r=np.nextafter(inside, np.inf))) == {"inner/r", "inner/y"}
+    # What was not measured is not shown.
+    ranges = ranges_of(model)
+    del ranges["r"]
+    (place,) = unproven_places(model, ranges)
+    assert (place.nodes, place.reason) == (("inner/r", "inner/y"), "tensor 'r' was not measured")
+
+
+@pytest.mark.parametrize(("body", "x", "expected"), [
+    ("y = ReduceSum(x, last)", 8000.0, {}),
+    ("y = ReduceSum(x, last)", LARGEST / 8, {}),
+    ("y = ReduceSum(x, last)", 8190.0, "'inner/y' sums 8 terms of up to 8190; FP16 ends at 65504"),
+    ("y = ReduceMean(x, last)", 8190.0, "'inner/y' sums 8 terms of up to 8190; FP16 ends at 65504"),
+    ("y = ReduceSumSquare(x, last)", 90.0, {}),
+    ("y = ReduceL2(x, last)", 91.0, "'inner/y' sums 8 terms of up to 8281; FP16 ends at 65504"),
+    ("y = ReduceSum(x, first)", 1.0, "'inner/y' sums over an axis of unknown length"),
+    ("y = ReduceMax(x, first)", 8000.0, {}),
+])  # fmt: skip
+def test_sums_are_bounded_whatever_their_order(body, x, expected, tmp_path):
+    model = load(tmp_path, body)
+    places = unproven_places(model, ranges_of(model, x=x))
+    # The terms themselves may lack the margin; what is asked here is the sum.
+    found = {place.nodes[0]: place.reason for place in places if "sums" in place.reason}
+    assert found == (expected if isinstance(expected, dict) else {"inner/y": expected})
+
+
+def test_constants_and_scales(tmp_path):
+    for body, expected in (
+        ("y = Add(x, huge)", "constant 'huge' of 'inner/y' holds 1e+09, FP16 ends at 65504"),
+        ("y = Add(x, edge)", None),
+        ("y = Max(x, infinite)", None),
+        ("y = Add(x, epsilon)", "constant 'epsilon' of 'inner/y' is 1e-12, which is 0 in FP16"),
+        ("y = Add(x, small)", None),
+        ("y = Add(x, nought)", None),
+    ):
+        assert reasons(load(tmp_path, body)) == ({} if expected is None else {"inner/y": expected})
+    held = [2.0**-14, 0.0078125, 1.0, 65280.0]
+    lost = [2.0**-15, 2.24e-5, 1.0 + 2.0**-12, 2.0**16]
+    assert [scale_fits(scale) for scale in held + lost] == [True] * 4 + [False] * 4
+
+
+def l2_norm(floor: str) -> str:
+    return (
+        "q = Mul(x, x) s = ReduceSum(q, last) r = Sqrt(s)"
+        f" m = Max(r, {floor}) t = Tanh(x) d = Div(t, m) y = Relu(d)"
+    )
+
+
+def test_a_guard_that_becomes_zero_keeps_all_of_the_divisor_in_fp32(tmp_path):
+    found = reasons(load(tmp_path, l2_norm("epsilon")))
+    assert set(found) == {"inner/q", "inner/s", "inner/r", "inner/m", "inner/d"}
+    assert found["inner/s"] == "'inner/d' divides by 'm', which only 1e-12 keeps from 0; in FP16 that is 0"
+    assert reasons(load(tmp_path, l2_norm("small"))) == {}
+
+
+@pytest.mark.parametrize("result", ["Div(x, h)", "Reciprocal(h)", "Log(h)", "Pow(h, minus)"])
+def test_what_is_divided_by_must_be_normal(result, tmp_path):
+    model = load(tmp_path, f"h = Exp(x) y = {result}")
+    assert reasons(model, h=TensorRange(1.0, 2.0**-14)) == {}
+    why = "'inner/y' divides by 'h', which is as small as 6e-05; FP16 begins at 6.104e-05"
+    assert reasons(model, h=TensorRange(1.0, 6e-5)) == dict.fromkeys(("inner/y", "inner/h"), why)

@@ -1,7 +1,5 @@
 """The search for the sites that save the most time inside the budget."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from itertools import combinations
 from math import sqrt
@@ -40,16 +38,8 @@ def cost_of(alone: Mapping[str, float], together: Mapping[Sites, float]) -> Call
 
 
 def problem_of(
-    saved: Mapping[str, float],
-    alone: Mapping[str, float] | None = None,
-    *,
-    tensors: Mapping[str, str] | None = None,
-    quantize: Mapping[str, float] | None = None,
-    units: tuple[Sites, ...] | None = None,
-    together: Mapping[Sites, float] | None = None,
-    errors: Mapping[str, float] | None = None,
-    makers: Mapping[str, str] | None = None,
-) -> Problem:
+    saved, alone=None, *, tensors=None, quantize=None, units=None, together=None, errors=None, makers=None
+):
     named = tensors or {}
     return Problem(
         tuple(
@@ -89,7 +79,7 @@ def problems(draw: st.DrawFn) -> Problem:
 
 @settings(max_examples=40, deadline=None)
 @given(problems(), st.data())
-def test_nothing_inside_the_budget_saves_more(problem: Problem, data: st.DataObject) -> None:
+def test_nothing_inside_the_budget_saves_more(problem, data):
     fixed = data.draw(st.dictionaries(st.sampled_from(sorted(problem.by_site)), st.booleans(), max_size=2))
     found, best = solve(problem, fixed), best_value(problem, fixed)
     assert (found is None) is (best is None)
@@ -102,7 +92,7 @@ def test_nothing_inside_the_budget_saves_more(problem: Problem, data: st.DataObj
 
 @settings(max_examples=25, deadline=None)
 @given(problems())
-def test_large_units_stay_inside_the_budget_and_near_the_best(problem: Problem) -> None:
+def test_large_units_stay_inside_the_budget_and_near_the_best(problem):
     """With one variable for each site of a unit, as for units of more than `LARGEST_UNIT`."""
     largest, search.LARGEST_UNIT = search.LARGEST_UNIT, 1
     try:
@@ -114,7 +104,7 @@ def test_large_units_stay_inside_the_budget_and_near_the_best(problem: Problem) 
     assert problem.value(found) <= best + 1e-9
 
 
-def test_a_large_unit_is_taken_as_a_whole_at_what_it_was_measured_to_cost() -> None:
+def test_a_large_unit_is_taken_whole_and_forced_sites_that_do_not_fit_have_no_solution():
     sites = [f"s{number}" for number in range(search.LARGEST_UNIT + 2)]
     unit = frozenset(sites)
     alone, saved = dict.fromkeys(sites, 0.05), dict.fromkeys(sites, 1.0)
@@ -124,9 +114,6 @@ def test_a_large_unit_is_taken_as_a_whole_at_what_it_was_measured_to_cost() -> N
     dear = problem_of(saved, alone, units=(unit,), together={unit: 1.1})
     found = solve(dear)
     assert len(found) == 2
-
-
-def test_forced_sites_that_do_not_fit_have_no_solution() -> None:
     problem = problem_of({"a": 1.0, "b": 1.0}, {"a": 1.5, "b": 0.1})
     assert solve(problem, {"a": True}) is None
     assert solve(problem, {"a": False}) == {"b"}
@@ -140,7 +127,7 @@ def hard() -> Problem:
     )
 
 
-def test_a_search_that_is_cut_short_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_that_is_cut_short_says_so(monkeypatch):
     easy = problem_of({"a": 1.0, "b": -1.0})
     assert search.search(easy) == search.Solution(frozenset({"a"}), is_proven=True)
     monkeypatch.setattr(search, "SECONDS", 0.0)
@@ -151,7 +138,7 @@ def test_a_search_that_is_cut_short_says_so(monkeypatch: pytest.MonkeyPatch) -> 
     assert "s0" in forced.sites and not forced.is_proven
 
 
-def test_uncertain_tensors_are_toggled_first_then_what_saves_most() -> None:
+def test_uncertain_tensors_are_toggled_first_then_what_saves_most():
     saved = {"sure": 10.0, "maybe_in": 1.0, "maybe_out": -1.0, "never": -50.0}
     errors = {"sure": 1.0, "maybe_in": 2.0, "maybe_out": 3.0, "never": 1.0}
     problem = problem_of(saved, errors=errors)
@@ -160,18 +147,11 @@ def test_uncertain_tensors_are_toggled_first_then_what_saves_most() -> None:
     assert neighbours(problem, chosen, 9) == ({"sure", "maybe_in", "maybe_out"}, {"sure"}, {"maybe_in"})
 
 
-def test_the_room_of_a_site_that_is_toggled_out_is_used() -> None:
+def test_neighbours_use_the_room_keep_what_is_fixed_and_toggle_sites_of_one_tensor_together():
     problem = problem_of({"a": 10.0, "b": 4.0, "c": 4.0}, {"a": 0.9, "b": 0.5, "c": 0.5})
     assert solve(problem) == {"a"}
     assert neighbours(problem, frozenset({"a"}), 1) == ({"b", "c"},)
-
-
-def test_sites_of_one_tensor_are_toggled_together() -> None:
+    problem = problem_of({"a": 3.0, "b": 2.0, "c": 1.0}, {"a": 0.5, "b": 0.5, "c": 0.6})
+    assert neighbours(problem, frozenset({"a", "b"}), 5, {"a": True}) == ({"a"},)
     problem = problem_of({"a": 3.0, "b": 1.0, "c": 2.0}, tensors={"a": "x", "b": "x", "c": "y"})
     assert neighbours(problem, frozenset("abc"), 5) == ({"c"}, {"a", "b"})
-
-
-def test_neighbours_stay_inside_the_budget_and_keep_what_is_fixed() -> None:
-    problem = problem_of({"a": 3.0, "b": 2.0, "c": 1.0}, {"a": 0.5, "b": 0.5, "c": 0.6})
-    found = neighbours(problem, frozenset({"a", "b"}), 5, {"a": True})
-    assert found == ({"a"},)

@@ -1,7 +1,5 @@
 """Norms as PyTorch's exporters write them, and what the tests ask of a model before and after a mod."""
 
-from __future__ import annotations
-
 import io
 import logging
 import warnings
@@ -29,7 +27,6 @@ from loka_onnx.transforms.sequence import apply_mods
 
 FUSIONS: tuple[type[Mod[Any]], ...] = (FuseLayerNorm, FuseRMSNorm)
 FOLDS: tuple[type[Mod[Any]], ...] = (FoldBatchNorm, FoldNormAffine)
-OPSETS = {"dynamo": (18, 21), "torchscript": (11, 13, 17, 20)}
 
 
 @dataclass(frozen=True)
@@ -45,32 +42,16 @@ class Exporter:
         import torch
 
         example = (torch.from_numpy(x),)
+        known: Any = {"opset_version": self.opset, "input_names": ["x"], "output_names": ["y"]}
         logging.getLogger("torch.onnx").setLevel(logging.ERROR)
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")
             if self.name == "dynamo":
-                program = torch.onnx.export(
-                    module.eval(),
-                    example,
-                    dynamo=True,
-                    opset_version=self.opset,
-                    input_names=["x"],
-                    output_names=["y"],
-                    dynamic_shapes=({0: torch.export.Dim("batch")},),
-                    verbose=False,
-                )
-                return program.model_proto  # type: ignore[union-attr]
+                known |= {"dynamic_shapes": ({0: torch.export.Dim("batch")},), "verbose": False}
+                return torch.onnx.export(module.eval(), example, dynamo=True, **known).model_proto
             buffer = io.BytesIO()
-            torch.onnx.export(
-                module.eval(),
-                example,
-                buffer,  # type: ignore[arg-type]
-                dynamo=False,
-                opset_version=self.opset,
-                input_names=["x"],
-                output_names=["y"],
-                dynamic_axes={"x": {0: "batch"}, "y": {0: "batch"}},
-            )
+            known["dynamic_axes"] = {"x": {0: "batch"}, "y": {0: "batch"}}
+            torch.onnx.export(module.eval(), example, buffer, dynamo=False, **known)
             return onnx.load_from_string(buffer.getvalue())
 
 

@@ -5,8 +5,6 @@ graph and its rewritten form agree to 1e-9 when both are evaluated in float64, a
 rounded again would show at 1e-8.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -36,8 +34,10 @@ class GraphBuilder:
         onnx.checker.check_model(model, full_check=True)
         return model
 
-    def op(self, kind: str, inputs: list[str], width: int | None = None, **attributes: Any) -> str:
+    def op(self, kind: str, inputs: list[Any], width: int | None = None, **attributes: Any) -> str:
+        """What is no name of a tensor becomes a constant."""
         name = f"{self.block}{kind.lower()}{len(self.nodes)}"
+        inputs = [each if isinstance(each, str) else self.constant(each) for each in inputs]
         self.nodes.append(helper.make_node(kind, inputs, [f"{name}.out"], name=name, **attributes))
         self.widths[f"{name}.out"] = self.widths[inputs[0]] if width is None else width
         return f"{name}.out"
@@ -97,18 +97,18 @@ class RandomGraph(GraphBuilder):
     def features(self) -> str:
         lookups = []
         for column in range(COLUMNS):
-            ids = self.op("Gather", ["ids", self.constant(np.array(column))], 0, axis=1)
+            ids = self.op("Gather", ["ids", column], 0, axis=1)
             table = self.dyadic(IDS + (column if self.pick(True, False) else 0), 8)
             lookups.append(self.op("Gather", [table, ids], 8, axis=0))
         bottom = self.linear("x", 8)
         if self.pick(True, False):
             return self.op("Concat", [bottom, *lookups], 8 * (1 + COLUMNS), axis=1)
-        axis = self.constant(np.array([1]))
+        axis = self.constant([1])
         tokens = [self.op("Unsqueeze", [tensor, axis], 8) for tensor in (bottom, *lookups)]
         return self.flattened(self.op("Concat", tokens, 8, axis=1), 1 + COLUMNS, 8)
 
     def flattened(self, tokens: str, count: int, width: int) -> str:
-        return self.op("Reshape", [tokens, self.constant(np.array([-1, count * width]))], count * width)
+        return self.op("Reshape", [tokens, [-1, count * width]], count * width)
 
     def linear(self, x: str, n: int | None = None) -> str:
         n = n or int(self.pick(1, 8, 16, 20, 24, 33))
@@ -146,13 +146,13 @@ class RandomGraph(GraphBuilder):
 
     def primitives(self, x: str, *, centred: bool) -> str:
         """A norm over the last axis as exporters decompose it."""
-        width, axes = self.widths[x], self.constant(np.array([-1]))
+        width, axes = self.widths[x], self.constant([-1])
         d = self.op("Sub", [x, self.op("ReduceMean", [x, axes], 1)], width) if centred else x
         square = self.op("Mul", [d, d], width)
         if self.pick(True, False):
-            square = self.op("Pow", [d, self.constant(np.array(2.0))], width)
+            square = self.op("Pow", [d, 2.0], width)
         mean = self.op("ReduceMean", [square, axes], 1)
-        root = self.op("Sqrt", [self.op("Add", [mean, self.constant(np.array(EPSILON))], 1)], 1)
+        root = self.op("Sqrt", [self.op("Add", [mean, EPSILON], 1)], 1)
         return self.op("Div", [d, root], width)
 
     def affine(self, y: str, *shape: int) -> str:
@@ -175,7 +175,7 @@ class RandomGraph(GraphBuilder):
         """(batch, tokens, 8), and how many."""
         count = int(self.pick(4, 16))
         flat = self.normalized(self.product(x, 8 * count))
-        return self.op("Reshape", [flat, self.constant(np.array([-1, count, 8]))], 8), count
+        return self.op("Reshape", [flat, [-1, count, 8]], 8), count
 
     def interaction(self, x: str) -> str:
         """Dots of pairs, or X·Xᵀ·Y in either order."""
@@ -213,17 +213,17 @@ class RandomGraph(GraphBuilder):
     def column_vectors(self, x: str) -> str:
         """A low-rank cross on columns: weights on the left, a bias, an activation between them or none."""
         width = self.widths[x]
-        columns = self.op("Unsqueeze", [x, self.constant(np.array([2]))], width)
+        columns = self.op("Unsqueeze", [x, [2]], width)
         y = self.op("MatMul", [self.dyadic(8, width), columns], 8)
         y = self.op("Relu", [y], 8) if self.pick(True, False) else y
         y = self.op(
             "Add", [self.op("MatMul", [self.dyadic(width, 8), y], width), self.dyadic(width, 1)], width
         )
-        return self.op("Squeeze", [y, self.constant(np.array([2]))], width)
+        return self.op("Squeeze", [y, [2]], width)
 
     def gated(self, x: str) -> str:
         """A mixture of experts of low rank that multiply the features, all with one bias or none."""
-        width, last = self.widths[x], self.constant(np.array([-1]))
+        width, last = self.widths[x], self.constant([-1])
         columns = self.op("Unsqueeze", [x, last], width)
         bias, parts = self.dyadic(width), []
         has_bias = self.pick(True, False)
@@ -242,18 +242,18 @@ class RandomGraph(GraphBuilder):
         """Target attention of DIN: a candidate beside each position of a history."""
         history, count = self.tokens(x)
         candidate = self.normalized(self.product(x, 8))
-        candidate = self.op("Unsqueeze", [candidate, self.constant(np.array([1]))], 8)
-        copied = self.op("Expand", [candidate, self.constant(np.array([1, count, 1]))], 8)
+        candidate = self.op("Unsqueeze", [candidate, [1]], 8)
+        copied = self.op("Expand", [candidate, [1, count, 1]], 8)
         difference = [copied, history] if self.pick(True, False) else [history, copied]
         parts = [copied, history, self.op("Sub", difference, 8), self.op("Mul", [history, copied], 8)]
         joined = self.op("Concat", [parts[at] for at in self.random.permutation(4)], 32, axis=2)
-        rows = self.op("Reshape", [joined, self.constant(np.array([-1, 32]))], 32)
+        rows = self.op("Reshape", [joined, [-1, 32]], 32)
         return self.flattened(self.activation(self.product(rows, 4)), count, 4)
 
     def row(self, x: str) -> str:
         """A learned row beside the features."""
         size = self.op("Shape", ["x"], 0, start=0, end=1)
-        shape = self.op("Concat", [size, self.constant(np.array([4]))], 0, axis=0)
+        shape = self.op("Concat", [size, [4]], 0, axis=0)
         row = self.op("Expand", [self.dyadic(1, 4), shape], 4)
         joined = self.op("Concat", [x, row], self.widths[x] + 4, axis=1)
         return self.activation(self.product(joined, 16))
@@ -261,18 +261,18 @@ class RandomGraph(GraphBuilder):
     def no_ops(self, x: str) -> str:
         width = self.widths[x]
         y = self.op("Identity", [x], width)
-        y = self.op("Reshape", [y, self.constant(np.array([-1, width, 1]))], width)
+        y = self.op("Reshape", [y, [-1, width, 1]], width)
         y = self.op("Transpose", [y], width, perm=[0, 2, 1])
         y = self.op("Transpose", [y], width, perm=[0, 2, 1])
         y = self.op("Flatten", [y], width, axis=1)
-        return self.op("Mul", [y, self.constant(np.array(1.0))], width)
+        return self.op("Mul", [y, 1.0], width)
 
     def split_and_join(self, x: str) -> str:
         width = self.widths[x]
         if width < 2:
             return x
         name = f"{self.block}split{len(self.nodes)}"
-        sizes = self.constant(np.array([width // 2, width - width // 2]))
+        sizes = self.constant([width // 2, width - width // 2])
         parts = [f"{name}.0", f"{name}.1"]
         self.nodes.append(helper.make_node("Split", [x, sizes], parts, name=name, axis=1))
         order = parts if self.pick(True, False) else parts[::-1]
@@ -282,9 +282,7 @@ class RandomGraph(GraphBuilder):
         """A weight that is transposed, scaled and shifted on the way: exact in FP32."""
         k = self.widths[x]
         weight = self.op("Transpose", [self.dyadic(8, k)], 8, perm=[1, 0])
-        weight = self.op(
-            "Add", [self.op("Mul", [weight, self.constant(np.array(0.5))], 8), self.dyadic(1, 8)], 8
-        )
+        weight = self.op("Add", [self.op("Mul", [weight, 0.5], 8), self.dyadic(1, 8)], 8)
         return self.op("MatMul", [x, weight], 8)
 
     def columns(self, x: str) -> str:

@@ -1,7 +1,5 @@
 """Small ONNX models written as text, and what the tests of transforms ask of them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Small models for the mods that change shapes: what each must rewrite, and what tests ask of the result."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,7 +1,5 @@
 """All mods in any order leave random graphs what they were; the sequence finds nothing the second time."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -61,34 +59,34 @@ def check_twice(seed: int) -> None:
 
 
 @given(SEEDS, ORDERS)
-@settings(max_examples=3)
-def test_any_order_gives_the_same_outputs(seed: int, order: list[type]) -> None:
+@settings(max_examples=2)
+def test_any_order_gives_the_same_outputs(seed, order):
     check_order(seed, order)
 
 
 @given(SEEDS)
 @example(33619)  # a bias that is 0 behind a product of K = N = 1
 @settings(max_examples=2)
-def test_a_second_run_changes_nothing(seed: int) -> None:
+def test_a_second_run_changes_nothing(seed):
     check_twice(seed)
 
 
 @pytest.mark.slow
 @given(SEEDS, ORDERS)
-@settings(max_examples=60)
-def test_any_order_gives_the_same_outputs_on_many_graphs(seed: int, order: list[type]) -> None:
+@settings(max_examples=40)
+def test_any_order_gives_the_same_outputs_on_many_graphs(seed, order):
     check_order(seed, order)
 
 
 @pytest.mark.slow
 @given(SEEDS)
-@settings(max_examples=40)
-def test_a_second_run_changes_nothing_on_many_graphs(seed: int) -> None:
+@settings(max_examples=25)
+def test_a_second_run_changes_nothing_on_many_graphs(seed):
     check_twice(seed)
 
 
 @pytest.mark.slow
-def test_the_graphs_meet_every_mod() -> None:
+def test_the_graphs_meet_every_mod():
     """Else the tests above would pass without it; nearly all of it is accepted, too."""
     applied: set[str] = set()
     rolled_back = total = 0

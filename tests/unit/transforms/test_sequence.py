@@ -1,7 +1,5 @@
 """The sequence runner: mods are held against data, and what fails is rolled back and reported."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -66,11 +64,8 @@ class Unloadable(EditGain):
 
 def gained(folder: Path) -> ModelArtifact:
     """``h = x · W``, ``y = h · gain``; the outputs are y and the far larger z = 10⁶ h."""
-    model = parse(
-        "[fc] h = MatMul(x, w) y = Mul(h, gain) z = Mul(h, huge)",
-        {"w": np.eye(8), "gain": np.full(8, 0.5), "huge": np.full(8, 1e6)},
-        outputs="y, z",
-    )
+    model = parse("[fc] h = MatMul(x, w) y = Mul(h, gain) z = Mul(h, huge)",
+        {"w": np.eye(8), "gain": np.full(8, 0.5), "huge": np.full(8, 1e6)}, outputs="y, z")  # fmt: skip
     return artifact(model, folder / "before.onnx")
 
 
@@ -85,7 +80,7 @@ def gain(model: ModelArtifact) -> float:
     return float(onnx.numpy_helper.to_array(initializer(proto, name))[0])
 
 
-def test_a_mod_that_moves_an_output_is_rolled_back_and_reported(tmp_path: Path) -> None:
+def test_a_mod_that_moves_an_output_is_rolled_back_and_reported(tmp_path):
     model, log = run(tmp_path, BREAKS)
     record = log.records[0]
     largest = max(float(np.abs(batch["x"]).max()) for batch in ROWS)
@@ -105,7 +100,7 @@ def test_a_mod_that_moves_an_output_is_rolled_back_and_reported(tmp_path: Path) 
     assert gain(model) == 0.5
 
 
-def test_rounding_is_accepted(tmp_path: Path) -> None:
+def test_rounding_is_accepted_and_each_mod_is_held_against_the_last_good_model(tmp_path):
     model, log = run(tmp_path, ROUNDS)
     record = log.records[0]
     assert not record.rolled_back
@@ -114,9 +109,6 @@ def test_rounding_is_accepted(tmp_path: Path) -> None:
     assert record.tolerance is not None
     assert 0 < record.max_abs <= record.tolerance
     assert gain(model) > 0.5
-
-
-def test_each_mod_is_held_against_the_last_good_model(tmp_path: Path) -> None:
     # Three rounding steps together would exceed the tolerance of one.
     _, log = run(tmp_path, ROUNDS, ROUNDS, ROUNDS)
     assert [record.rolled_back for record in log.records] == [False, False, False]
@@ -126,15 +118,12 @@ def test_each_mod_is_held_against_the_last_good_model(tmp_path: Path) -> None:
     assert gain(model) == pytest.approx(0.5 + ROUNDS.step, abs=1e-7)
 
 
-@pytest.mark.parametrize(
-    ("mod", "evidence"),
-    [
-        (EditGain(np.nan), "moved output 'y' by inf"),
-        (WrongShape(), "ONNX Runtime"),
-        (Unloadable(), "ONNX Runtime refuses"),
-    ],
-)
-def test_a_mod_whose_model_does_not_run_is_rolled_back(mod: Mod[Any], evidence: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("mod", "evidence"), [
+    (EditGain(np.nan), "moved output 'y' by inf"),
+    (WrongShape(), "ONNX Runtime"),
+    (Unloadable(), "ONNX Runtime refuses"),
+])  # fmt: skip
+def test_a_mod_whose_model_does_not_run_is_rolled_back(mod, evidence, tmp_path):
     model, log = run(tmp_path, mod)
     assert log.records[0].rolled_back
     assert evidence in log.records[0].declined[-1].reason
@@ -143,13 +132,13 @@ def test_a_mod_whose_model_does_not_run_is_rolled_back(mod: Mod[Any], evidence: 
 
 
 @pytest.mark.parametrize("rows", [[], [{"x": np.zeros((0, 8), np.float32)}]])
-def test_no_rows_no_mods(rows: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_no_rows_no_mods(rows, tmp_path):
     with pytest.raises(TransformError) as caught:
         apply_mods(gained(tmp_path), rows, tmp_path / "after.onnx")
     assert caught.value.code == "E0608"
 
 
-def test_the_artifact_describes_the_model_after_the_mods(tmp_path: Path) -> None:
+def test_the_artifact_describes_the_model_after_the_mods(tmp_path):
     source = artifact(
         parse(
             "[fc] x1 = MatMul(x, w) s = Mul(x1, x1) v = ReduceMean(s, axes) e = Add(v, eps) r = Sqrt(e)"
@@ -194,22 +183,13 @@ class EditTwice(EditGain):
 def large(folder: Path, table: bool) -> ModelArtifact:
     """A weight of the main graph and two of branches that are beyond what is held, and a table outside."""
     other = "other = Gather(table, rows)" if table else "other = Neg(h)"
-    model = parse(
-        "[fc] h = MatMul(x, w) positive = ReduceMax<keepdims=0>(x) is_low = Greater(positive, zero)"
+    model = parse("[fc] h = MatMul(x, w) positive = ReduceMax<keepdims=0>(x) is_low = Greater(positive, zero)"
         f" g = If(is_low) <then_branch = t () => (p) {{ p = MatMul(h, low) }},"
         " else_branch = e () => (q) { q = MatMul(h, high) }>"
-        f" y = Mul(h, gain) one = ArgMax<axis=1, keepdims=0>(g) rows = Mod(one, few) {other}",
-        {
-            "w": random_rows(8, 200),
-            "low": random_rows(200, 300),
-            "high": random_rows(200, 300, seed=2),
-            "gain": np.full(200, 0.5),
-            "zero": 0.0,
-            "few": np.array(40),
-            "table": random_rows(40, 50),
-        },
-        outputs="float[batch,200] y, float[batch,300] g, float[batch,m] other",
-    )
+        f" y = Mul(h, gain) one = ArgMax<axis=1, keepdims=0>(g) rows = Mod(one, few) {other}", {
+        "w": random_rows(8, 200), "low": random_rows(200, 300), "high": random_rows(200, 300, seed=2),
+        "gain": np.full(200, 0.5), "zero": 0.0, "few": np.array(40), "table": random_rows(40, 50)},
+        outputs="float[batch,200] y, float[batch,300] g, float[batch,m] other")  # fmt: skip
     for tensor in [tensor for tensor in model.graph.initializer if tensor.name == "table"]:
         (folder / "table.bin").write_bytes(tensor.raw_data)
         onnx.external_data_helper.set_external_data(tensor, "table.bin", 0, len(tensor.raw_data))
@@ -220,9 +200,7 @@ def large(folder: Path, table: bool) -> ModelArtifact:
 
 
 @pytest.mark.parametrize("table", [True, False])
-def test_mods_are_checked_without_a_file_and_as_on_files(
-    table: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mods_are_checked_without_a_file_and_as_on_files(table, tmp_path, monkeypatch):
     monkeypatch.setattr(storage, "TABLE_LIMIT_BYTES", 0)
     model, written = large(tmp_path, table), []
     write = Exported.write
@@ -273,9 +251,7 @@ class Fails(EditGain):
 
 
 @pytest.mark.parametrize("stage", ["match", "rewrite", "export"])
-def test_a_mod_that_fails_is_left_out_and_the_rest_goes_on(
-    stage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mod_that_fails_is_left_out_and_the_rest_goes_on(stage, tmp_path, monkeypatch):
     monkeypatch.delenv(STRICT)
     model = gained(tmp_path)
     alone = apply_mods(model, ROWS, tmp_path / "alone.onnx", [ROUNDS])
@@ -291,14 +267,12 @@ def test_a_mod_that_fails_is_left_out_and_the_rest_goes_on(
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3), OSError(28, "full"), MemoryError()])
-def test_what_is_no_fault_of_the_mod_ends_the_run(
-    error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_no_fault_of_the_mod_ends_the_run(error, tmp_path, monkeypatch):
     monkeypatch.delenv(STRICT)
     with pytest.raises(type(error)):
         apply_mods(gained(tmp_path), ROWS, tmp_path / "out.onnx", [Fails("rewrite", error)])
 
 
-def test_a_mod_that_fails_is_an_error_where_that_is_asked_for(tmp_path: Path) -> None:
+def test_a_mod_that_fails_is_an_error_where_that_is_asked_for(tmp_path):
     with pytest.raises(KeyError, match="gone"):
         apply_mods(gained(tmp_path), ROWS, tmp_path / "out.onnx", [Fails("match")])

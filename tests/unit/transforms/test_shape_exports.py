@@ -1,9 +1,8 @@
 """The shape mods on what PyTorch's two exporters write: every mod finds its pattern in both forms."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -11,7 +10,6 @@ import pytest
 from rewrite_models import Arrays, as_double, evaluate
 
 from loka_onnx.core.artifact import ModelArtifact, OutputKind, OutputSpec
-from loka_onnx.core.rewrite import RewriteLog
 from loka_onnx.export.onnx_model import import_onnx
 from loka_onnx.export.torch_module import export_torch
 from loka_onnx.sessions.onnx_session import OnnxSession
@@ -69,26 +67,17 @@ def export(module: nn.Module, exporter: str, folder: Path) -> ModelArtifact:
     target = folder / "model.onnx"
     if exporter == "dynamo":
         return export_torch(module.eval(), rows(), target, LOGIT)
-    axes = {name: {0: "batch"} for name in ("dense", "ids", "logit")}
+    names: Any = {"input_names": list(rows()), "output_names": ["logit"]}
+    names["dynamic_axes"] = {name: {0: "batch"} for name in ("dense", "ids", "logit")}
     tensors = tuple(torch.from_numpy(array) for array in rows().values())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        torch.onnx.export(
-            module.eval(),
-            tensors,
-            str(folder / "raw.onnx"),
-            dynamo=False,
-            opset_version=17,
-            input_names=list(rows()),
-            output_names=["logit"],
-            dynamic_axes=axes,
-        )
+        raw = str(folder / "raw.onnx")
+        torch.onnx.export(module.eval(), tensors, raw, dynamo=False, opset_version=17, **names)
     return import_onnx(folder / "raw.onnx", target, LOGIT)
 
 
-def rewritten(
-    module: nn.Module, exporter: str, folder: Path
-) -> tuple[ModelArtifact, ModelArtifact, RewriteLog]:
+def rewritten(module, exporter, folder):
     source = export(module, exporter, folder)
     result = apply_mods(source, [rows()], folder / "after.onnx")
     assert [r.transform for r in result.log.records if r.rolled_back] == []
@@ -104,19 +93,12 @@ def rewritten(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("exporter", EXPORTERS)
-def test_every_mod_finds_its_pattern(exporter: str, tmp_path: Path) -> None:
+def test_every_mod_finds_its_pattern(exporter, tmp_path):
     torch.manual_seed(0)
     _, model, log = rewritten(Forms(), exporter, tmp_path)
     applied = {record.transform for record in log.records if record.applied}
-    assert applied >= {
-        "einsum-to-matmul",
-        "split-concat",
-        "reassociate-interaction",
-        "merge-gathers",
-        "merge-parallel-linears",
-        "join-parts",
-        "pad-sites",
-    }
+    assert applied >= {"einsum-to-matmul", "split-concat", "reassociate-interaction", "merge-gathers"}
+    assert applied >= {"merge-parallel-linears", "join-parts", "pad-sites"}
     merged = [site for site in model.sites if site.merged_from]
     assert [len(site.merged_from) for site in merged] == [3]
     # 3 experts of 20, whose Relu comes first, and one more part of the Split; the gate's Softmax is no Relu.
@@ -127,18 +109,16 @@ MERGED = {
     "dlrm": [],
     "dcnv2": [],
     "wukong": [("layers.0.fmb.project", "layers.0.lcb.mix"), ("layers.1.fmb.project", "layers.1.lcb.mix")],
-    "interformer": [
-        ("layers.0.cross_arch.pma.key", "layers.0.cross_arch.pma.value"),
+    "interformer": [("layers.0.cross_arch.pma.key", "layers.0.cross_arch.pma.value"),
         *[tuple(f"layers.0.sequence_arch.attention.{part}" for part in ("query", "key", "value"))],
-        ("last.pma.key", "last.pma.value"),
-    ],
-}
+        ("last.pma.key", "last.pma.value")],
+}  # fmt: skip
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("exporter", EXPORTERS)
 @pytest.mark.parametrize("name", MERGED)
-def test_the_models_of_the_zoo(name: str, exporter: str, tmp_path: Path) -> None:
+def test_the_models_of_the_zoo(name, exporter, tmp_path):
     source, model, log = rewritten(create(name, FEATURES, "tiny"), exporter, tmp_path)
     assert {record.transform for record in log.records if record.applied} >= {"merge-gathers", "join-parts"}
     groups = [site.merged_from for site in model.sites if site.merged_from]

@@ -1,9 +1,6 @@
 """Einsums and convolutions become products, and products of three matrices take the cheaper order."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from rewrite_models import op_types
@@ -16,21 +13,16 @@ from loka_onnx.transforms.interactions.einsum_to_matmul import EinsumToMatMul
 from loka_onnx.transforms.interactions.reassociate_interaction import ReassociateInteraction
 
 
-@pytest.mark.parametrize(
-    ("equation", "rank", "reason"),
-    [
-        ("bnd,bmd", 3, "leaves its output or its batch axes implicit"),
-        ("...nd,...md->...nm", 3, "leaves its output or its batch axes implicit"),
-        ("bnd,bnd->b", 1, "sums over 2 axes, a matrix product over one"),
-        ("bnd,bmd->bnmd", 4, "sums over 0 axes, a matrix product over one"),
-        ("bnd,bme->bnm", 3, "sums over an axis of one operand"),
-        ("bnn,bmd->bnm", 3, "reads a diagonal"),
-        ("bnd,bnd->bn", 2, "is not a product of two matrices"),
-    ],
-)
-def test_other_einsums_are_left_alone_with_the_reason(
-    equation: str, rank: int, reason: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("equation", "rank", "reason"), [
+    ("bnd,bmd", 3, "leaves its output or its batch axes implicit"),
+    ("...nd,...md->...nm", 3, "leaves its output or its batch axes implicit"),
+    ("bnd,bnd->b", 1, "sums over 2 axes, a matrix product over one"),
+    ("bnd,bmd->bnmd", 4, "sums over 0 axes, a matrix product over one"),
+    ("bnd,bme->bnm", 3, "sums over an axis of one operand"),
+    ("bnn,bmd->bnm", 3, "reads a diagonal"),
+    ("bnd,bnd->bn", 2, "is not a product of two matrices"),
+])  # fmt: skip
+def test_other_einsums_are_left_alone_with_the_reason(equation, rank, reason, tmp_path):
     outputs = f"float[{','.join('pqrs'[:rank])}] y"
     case = Case(f'y = Einsum<equation="{equation}">(x, x)', inputs="float[batch,4,4] x", outputs=outputs)
     found = match(case.model(), EinsumToMatMul(), tmp_path)
@@ -38,12 +30,12 @@ def test_other_einsums_are_left_alone_with_the_reason(
     assert reason in found.declined[0].reason
 
 
-def test_a_batch_letter_that_a_weight_lacks_is_left_alone(tmp_path: Path) -> None:
+def test_a_batch_letter_that_a_weight_lacks_is_left_alone(tmp_path):
     case = Case('y = Einsum<equation="bnhd,hde->bnhe">(x, w)', {"w": (2, 8, 3)}, "float[batch,4,2,8] x")
     assert "a stack of them" in match(case.model(), EinsumToMatMul(), tmp_path).declined[0].reason
 
 
-def test_the_sites_keep_their_names_and_kinds(tmp_path: Path) -> None:
+def test_the_sites_keep_their_names_and_kinds(tmp_path):
     model = REASSOCIATED["learned_projection"].model()
     done = rewrite(model, ReassociateInteraction(least=0), tmp_path)
     sites = {site.name: (site.kind, site.k, site.n) for site in done.artifact.sites}
@@ -55,47 +47,31 @@ def test_the_sites_keep_their_names_and_kinds(tmp_path: Path) -> None:
 
 CHAIN = "t = Transpose<perm=[0,2,1]>(x) [a] s = MatMul(x, t) [b] y = MatMul(s, z)"
 NOT_CHEAPER = {
-    "few_tokens": Case(
-        CHAIN,
-        inputs="float[batch,4,32] x, float[batch,4,8] z",
-        why="it takes 327680 operations at a batch of 256, the other order 1048576: less than 25% saved",
-    ),
-    "too_little_saved": Case(
-        CHAIN, inputs="float[batch,64,128] x, float[batch,64,40] z", why="less than 25% saved"
-    ),
-    "a_larger_intermediate_result": Case(
-        CHAIN,
-        inputs="float[batch,40,1000] x, float[batch,40,15] z",
-        why="but its intermediate result has 3840000 elements instead of 409600",
-    ),
-    "two_weights": Case(
-        "[down] s = MatMul(x, u) [up] y = MatMul(s, v)",
-        {"u": (8, 200), "v": (200, 8)},
+    "few_tokens": Case(CHAIN, inputs="float[batch,4,32] x, float[batch,4,8] z",
+        why="it takes 327680 operations at a batch of 256, the other order 1048576: less than 25% saved"),
+    "too_little_saved": Case(CHAIN, inputs="float[batch,64,128] x, float[batch,64,40] z",
+        why="less than 25% saved"),
+    "a_larger_intermediate_result": Case(CHAIN, inputs="float[batch,40,1000] x, float[batch,40,15] z",
+        why="but its intermediate result has 3840000 elements instead of 409600"),
+    "two_weights": Case("[down] s = MatMul(x, u) [up] y = MatMul(s, v)", {"u": (8, 200), "v": (200, 8)},
         "float[batch,4,8] x",
-        why="two of the three factors are weights: their product would be rounded to one",
-    ),
-    "an_unknown_length": Case(
-        CHAIN,
-        inputs="float[batch,tokens,8] x, float[batch,tokens,8] z",
-        why="a rank is below 2, or a length besides the batch is not known",
-    ),
-}
+        why="two of the three factors are weights: their product would be rounded to one"),
+    "an_unknown_length": Case(CHAIN, inputs="float[batch,tokens,8] x, float[batch,tokens,8] z",
+        why="a rank is below 2, or a length besides the batch is not known"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", NOT_CHEAPER)
-def test_other_chains_are_left_alone_with_the_cost_of_both(case: str, tmp_path: Path) -> None:
+def test_other_chains_are_left_alone_with_the_cost_of_both(case, tmp_path):
     found = match(NOT_CHEAPER[case].model(), ReassociateInteraction(least=0), tmp_path)
     assert found.matches == ()
     assert NOT_CHEAPER[case].why in found.declined[0].reason
 
 
 @pytest.mark.parametrize(("tokens", "is_changed"), [(64, False), (128, True)])
-def test_the_order_of_few_operations_stays(tokens: int, is_changed: bool, tmp_path: Path) -> None:
-    case = Case(
-        CHAIN,
-        inputs=f"float[batch,{tokens},64] x, float[batch,{tokens},16] z",
-        outputs=f"float[batch,{tokens},16] y",
-    )
+def test_the_order_of_few_operations_stays(tokens, is_changed, tmp_path):
+    case = Case(CHAIN, inputs=f"float[batch,{tokens},64] x, float[batch,{tokens},16] z",
+        outputs=f"float[batch,{tokens},16] y")  # fmt: skip
     found = match(case.model(), ReassociateInteraction(), tmp_path)
     assert len(found.matches) == is_changed
     if not is_changed:
@@ -114,7 +90,7 @@ NOT_A_CHAIN = {
 
 
 @pytest.mark.parametrize("case", NOT_A_CHAIN)
-def test_what_is_between_ends_the_chain(case: str, tmp_path: Path) -> None:
+def test_what_is_between_ends_the_chain(case, tmp_path):
     model = Case(
         NOT_A_CHAIN[case],
         {"axes": [-1]},
@@ -125,7 +101,7 @@ def test_what_is_between_ends_the_chain(case: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", CONVOLUTIONS)
-def test_every_form_becomes_a_product(case: str, tmp_path: Path) -> None:
+def test_every_form_becomes_a_product(case, tmp_path):
     done = rewrite(CONVOLUTIONS[case].model(), ConvToMatMul(), tmp_path)
     operators = op_types(done.after)
     assert "Conv" not in operators
@@ -146,18 +122,14 @@ LEFT_ALONE = {
     "groups": Case("y = Conv<group=2>(x, w)", {"w": (24, 8, 1)}, CHANNELS, why="it has group [2]"),
     "strides": Case("y = Conv<strides=[2]>(x, w)", {"w": (24, 16, 1)}, CHANNELS, why="it has strides [2]"),
     "padding": Case("y = Conv<pads=[1, 1]>(x, w)", {"w": (24, 16, 1)}, CHANNELS, why="it has pads [1, 1]"),
-    "few": Case(
-        "y = Conv(x, w)", {"w": (15, 16, 1)}, CHANNELS, why="16 → 15 channels: FP8 products begin at 16"
-    ),
-    "a_computed_weight": Case(
-        "v = Relu(z) y = Conv(x, v)",
-        inputs=f"{CHANNELS}, float[24,16,1] z",
-        why="its weight or its bias is computed",
-    ),
-}
+    "few": Case("y = Conv(x, w)", {"w": (15, 16, 1)}, CHANNELS,
+        why="16 → 15 channels: FP8 products begin at 16"),
+    "a_computed_weight": Case("v = Relu(z) y = Conv(x, v)", inputs=f"{CHANNELS}, float[24,16,1] z",
+        why="its weight or its bias is computed"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", LEFT_ALONE)
-def test_other_convolutions_are_left_alone_with_the_reason(case: str, tmp_path: Path) -> None:
+def test_other_convolutions_are_left_alone_with_the_reason(case, tmp_path):
     near_miss = LEFT_ALONE[case]
     assert_left_alone(replace(near_miss, why={"block/y": near_miss.why}), ConvToMatMul(), tmp_path)

@@ -1,7 +1,5 @@
 """Columns of an id matrix are looked up at once, and tables that must not be copied are left alone."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +20,7 @@ from loka_onnx.transforms.tidying.remove_no_ops import RemoveNoOps
 @pytest.mark.parametrize(
     "case", ["stacked", "flat_and_out_of_order", "int32_ids_cast_on_the_way", "one_table"]
 )
-def test_every_id_that_gather_defines_finds_its_row(case: str, tmp_path: Path) -> None:
+def test_every_id_that_gather_defines_finds_its_row(case, tmp_path):
     """From −rows to rows − 1, table by table: −1 is the last row of its own table."""
     done = rewrite(LOOKED_UP[case].model(), MergeGathers(), tmp_path)
     rows = feeds(done.before, 2 * 7)
@@ -31,14 +29,11 @@ def test_every_id_that_gather_defines_finds_its_row(case: str, tmp_path: Path) -
     np.testing.assert_array_equal(run(done.after, rows)["y"], run(done.before, rows)["y"])
 
 
-@pytest.mark.parametrize(
-    ("case", "operators"),
-    [
-        ("stacked", ["Less", "Where", "Add", "Gather", "Relu"]),
-        ("flat_and_out_of_order", ["Gather", "Less", "Where", "Add", "Gather", "Reshape", "Split", "Concat"]),
-    ],
-)
-def test_the_stack_needs_no_concat(case: str, operators: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("case", "operators"), [
+    ("stacked", ["Less", "Where", "Add", "Gather", "Relu"]),
+    ("flat_and_out_of_order", ["Gather", "Less", "Where", "Add", "Gather", "Reshape", "Split", "Concat"]),
+])  # fmt: skip
+def test_the_stack_needs_no_concat(case, operators, tmp_path):
     source = artifact(LOOKED_UP[case].model(), tmp_path / "before.onnx")
     mods = [MergeGathers(), JoinParts(), RemoveNoOps()]
     result = apply_mods(source, [feeds(LOOKED_UP[case].model())], tmp_path / "after.onnx", mods)
@@ -52,56 +47,37 @@ TWO = (
 IDS_OF_TWO = "int64[batch,2] ids"
 
 LEFT_ALONE = {
-    "one_column": Case(
-        "i0 = Gather<axis=1>(ids, c0) y = Gather<axis=0>(t0, i0)", {"t0": (7, 8), **COLUMNS}, IDS_OF_TWO
-    ),
+    "one_column": Case("i0 = Gather<axis=1>(ids, c0) y = Gather<axis=0>(t0, i0)", {"t0": (7, 8), **COLUMNS},
+        IDS_OF_TWO),
     "ids_of_two_inputs": Case(
-        "e0 = Gather<axis=0>(t0, p) e1 = Gather<axis=0>(t1, q) y = Concat<axis=1>(e0, e1)",
-        TABLES,
-        "int64[batch] p, int64[batch] q",
-    ),
-    "widths_that_differ": Case(
-        f"{TWO.format('t0', 'wide')} y = Concat<axis=1>(e0, e1)",
-        {"t0": (7, 3), "wide": (9, 5), **COLUMNS},
-        IDS_OF_TWO,
-        why=dict.fromkeys(
-            ("block/e0", "block/e1"), "no other table that is looked up in these ids has its width and type"
-        ),
-    ),
+        "e0 = Gather<axis=0>(t0, p) e1 = Gather<axis=0>(t1, q) y = Concat<axis=1>(e0, e1)", TABLES,
+        "int64[batch] p, int64[batch] q"),
+    "widths_that_differ": Case(f"{TWO.format('t0', 'wide')} y = Concat<axis=1>(e0, e1)",
+        {"t0": (7, 3), "wide": (9, 5), **COLUMNS}, IDS_OF_TWO, why=dict.fromkeys(("block/e0", "block/e1"),
+        "no other table that is looked up in these ids has its width and type")),
     "a_table_that_others_read": Case(
         f"{TWO.format('t0', 't1')} c = Concat<axis=1>(e0, e1) m = ReduceMean(t1, axes) y = Add(c, m)",
-        {"t0": (7, 4), "t1": (8, 4), **COLUMNS, "axes": [0, 1]},
-        IDS_OF_TWO,
-        why={
-            "block/e0": "no other table that is looked up in these ids has its width and type",
-            "block/e1": "others read its table 't1', which would be stored twice",
-        },
-    ),
-    "a_lookup_of_every_column": Case(
-        "e = Gather<axis=0>(t0, ids) y = ReduceSum(e, axes)", {"t0": (7, 8), "axes": [1]}, IDS_OF_TWO
-    ),
-    "ids_that_are_changed": Case(
-        "i0 = Gather<axis=1>(ids, c0) k0 = Mod(i0, five) e0 = Gather<axis=0>(t0, k0)"
+        {"t0": (7, 4), "t1": (8, 4), **COLUMNS, "axes": [0, 1]}, IDS_OF_TWO, why={
+        "block/e0": "no other table that is looked up in these ids has its width and type",
+        "block/e1": "others read its table 't1', which would be stored twice"}),
+    "a_lookup_of_every_column": Case("e = Gather<axis=0>(t0, ids) y = ReduceSum(e, axes)",
+        {"t0": (7, 8), "axes": [1]}, IDS_OF_TWO),
+    "ids_that_are_changed": Case("i0 = Gather<axis=1>(ids, c0) k0 = Mod(i0, five) e0 = Gather<axis=0>(t0, k0)"
         " i1 = Gather<axis=1>(ids, c1) k1 = Mod(i1, five) e1 = Gather<axis=0>(t1, k1)"
-        " y = Concat<axis=1>(e0, e1)",
-        {**TABLES, **COLUMNS, "five": 5},
-        IDS_OF_TWO,
-    ),
+        " y = Concat<axis=1>(e0, e1)", {**TABLES, **COLUMNS, "five": 5}, IDS_OF_TWO),
     "columns_of_a_table": Case(
         "i0 = Gather<axis=1>(ids, c0) e0 = Gather<axis=1>(t0, i0) i1 = Gather<axis=1>(ids, c1)"
         " e1 = Gather<axis=1>(t1, i1) s = Concat<axis=0>(e0, e1) y = Relu(s)",
-        {"t0": (4, 7), "t1": (4, 8), **COLUMNS},
-        IDS_OF_TWO,
-    ),
-}
+        {"t0": (4, 7), "t1": (4, 8), **COLUMNS}, IDS_OF_TWO),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", LEFT_ALONE)
-def test_near_misses_are_left_alone_with_the_reason(case: str, tmp_path: Path) -> None:
+def test_near_misses_are_left_alone_with_the_reason(case, tmp_path):
     assert_left_alone(LEFT_ALONE[case], MergeGathers(), tmp_path)
 
 
-def test_large_stacks_are_left_alone_and_names_tell_the_tables(tmp_path: Path) -> None:
+def test_large_stacks_are_left_alone_and_names_tell_the_tables(tmp_path):
     found = match(LOOKED_UP["stacked"].model(), MergeGathers(largest_bytes=543), tmp_path)
     # 7 + 8 + 9 + 10 rows of four FP32 numbers.
     assert reasons_of(found)["block/e0"] == "its stack would copy 544 bytes of tables, over 543"
@@ -125,7 +101,7 @@ def external(model: onnx.ModelProto, path: Path) -> GraphModel:
     return graph
 
 
-def test_a_table_outside_the_model_is_not_copied_and_looked_up_once(tmp_path: Path) -> None:
+def test_a_table_outside_the_model_is_not_copied_and_looked_up_once(tmp_path):
     model = Case(
         f"{TWO.format('t0', 't1')} y = Concat<axis=1>(e0, e1)",
         {"t0": (7, 4), "t1": (8, 4), **{k: COLUMNS[k] for k in ("c0", "c1")}},
@@ -153,15 +129,13 @@ NOT_JOINED: dict[str, tuple[str, str]] = {
     "another_axis": ("y = Concat<axis=0>(a, b)", "it concatenates parts of a Split, but not all in order"),
     "a_part_is_missing": ("y = Concat<axis=1>(a, z)", ""),
     "a_part_is_changed": ("r = Relu(a) y = Concat<axis=1>(r, b)", ""),
-    "nothing_would_make_the_output": (
-        "y = Concat<axis=1>(a, b)",
-        "nothing is left to concatenate, and it leaves the graph",
-    ),
-}
+    "nothing_would_make_the_output": ("y = Concat<axis=1>(a, b)",
+        "nothing is left to concatenate, and it leaves the graph"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", NOT_JOINED)
-def test_other_parts_are_left_alone(case: str, tmp_path: Path) -> None:
+def test_other_parts_are_left_alone(case, tmp_path):
     body, reason = NOT_JOINED[case]
     model = Case(
         f"a, b = Split<axis=1>(x, sizes) {body}",

@@ -4,8 +4,6 @@ Not one engine for all: its compiler (1.7.1) fails on some pairs of graphs that 
 other, also before any mod (a Reshape and Relu beside a Transpose and two products).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -54,7 +52,7 @@ def build(model: onnx.ModelProto, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", MODS)
-def test_every_result_of_the_shape_mods_is_built(kind: str, tmp_path: Path) -> None:
+def test_every_result_of_the_shape_mods_is_built(kind, tmp_path):
     made, cases = MODS[kind]
     models = {}
     for name, case in cases.items():
@@ -67,7 +65,7 @@ def test_every_result_of_the_shape_mods_is_built(kind: str, tmp_path: Path) -> N
     build(together(models), tmp_path)
 
 
-def test_every_result_of_the_norm_mods_is_built(tmp_path: Path) -> None:
+def test_every_result_of_the_norm_mods_is_built(tmp_path):
     pytest.importorskip("torch", reason="needs torch")
     import test_norm_exporters as exporters
 
@@ -82,13 +80,10 @@ def test_every_result_of_the_norm_mods_is_built(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("op", ["HardSwish", "Mish"])
-def test_the_operator_set_of_rms_norm_brings_no_type_that_engines_lack(op: str, tmp_path: Path) -> None:
+def test_the_operator_set_of_rms_norm_brings_no_type_that_engines_lack(op, tmp_path):
     """Operator set 22 gave them BF16, which TensorRT for RTX 1.7.1 refuses."""
-    model = parse(
-        f"[norm] n = RMSNormalization<axis=-1>(x, gain) h = {op}(n) [fc] y = MatMul(h, w)",
-        {"gain": np.ones(8), "w": np.eye(8)},
-        opset=RMS_OPSET,
-    )
+    model = parse(f"[norm] n = RMSNormalization<axis=-1>(x, gain) h = {op}(n) [fc] y = MatMul(h, w)",
+        {"gain": np.ones(8), "w": np.eye(8)}, opset=RMS_OPSET)  # fmt: skip
     onnx.save(model, tmp_path / "m.onnx")
     graph = GraphModel.load(tmp_path / "m.onnx")
     cast_to_base(graph, Precision.BF16, PrecisionPlan("bf16", "digest", Precision.BF16, (), {}, 0.0))

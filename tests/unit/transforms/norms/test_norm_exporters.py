@@ -1,7 +1,5 @@
 """Norms as PyTorch exports them: each is exported here, by both exporters, and fused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -150,7 +148,7 @@ def outcome(name: str, exporter: Exporter, folder: Path) -> Outcome:
 
 @pytest.mark.parametrize("exporter", TIERS, ids=str)
 @pytest.mark.parametrize("name", FUSED)
-def test_every_form_becomes_one_operator(name: str, exporter: Exporter, tmp_path: Path) -> None:
+def test_every_form_becomes_one_operator(name, exporter, tmp_path):
     result = outcome(name, exporter, tmp_path)
     assert tuple(result.ops) == FUSED[name].ops, result.reasons
     assert_equal(result)
@@ -158,7 +156,7 @@ def test_every_form_becomes_one_operator(name: str, exporter: Exporter, tmp_path
 
 @pytest.mark.slow
 @pytest.mark.parametrize("exporter", [DYNAMO, Exporter("dynamo", 18)], ids=str)
-def test_rms_norm_of_pytorch(exporter: Exporter, tmp_path: Path) -> None:
+def test_rms_norm_of_pytorch(exporter, tmp_path):
     """The TorchScript exporter has no form of `aten::rms_norm`."""
     module = spread(nn.RMSNorm(8, eps=EPSILON))
     result = fused(taken_in(exporter.export(module, random_rows(4, 8)), tmp_path), tmp_path)
@@ -170,9 +168,7 @@ def test_rms_norm_of_pytorch(exporter: Exporter, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("exporter", TIERS, ids=str)
 @pytest.mark.parametrize("name", MIXED)
-def test_conversions_stay_around_the_norm_and_its_statistics_in_fp32(
-    name: str, exporter: Exporter, tmp_path: Path
-) -> None:
+def test_conversions_stay_around_the_norm_and_its_statistics_in_fp32(name, exporter, tmp_path):
     result = outcome(name, exporter, tmp_path)
     graph = result.after.graph
     norms = [node for node in graph.node if node.op_type.endswith("Normalization")]

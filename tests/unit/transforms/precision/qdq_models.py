@@ -1,7 +1,5 @@
 """Models with every spelling of a matrix product, plans that quantize them, and placement of the pairs."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -67,15 +65,7 @@ PRODUCTS = {
 INTERACTION = Product("t = Transpose<perm=[0,2,1]>(x) [fc] y = MatMul(x, t)", {}, (5, K), (5, 5), 0)
 
 
-def quantizing_plan(
-    model: ModelArtifact,
-    rows: Arrays,
-    recipe: Recipe,
-    *,
-    base: Precision = Precision.FP32,
-    fp8: tuple[str, ...] | None = None,
-    fp32: tuple[str, ...] = (),
-) -> PrecisionPlan:
+def quantizing_plan(model, rows, recipe, *, base=Precision.FP32, fp8=None, fp32=()):
     """A plan that quantizes sites (all products when `fp8` is None) with scales of these rows."""
     graph = GraphModel.load(model.path)
     chosen = {s.name for s in model.sites if s.n} if fp8 is None else set(fp8)

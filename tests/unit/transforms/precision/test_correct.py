@@ -1,10 +1,7 @@
 """Constants written into a planned graph: where they go, what they add, and that nothing is left of them."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -65,51 +62,37 @@ CASES = {
     "gemm_beta_0": on_site("[fc] y = Gemm<beta=0.0>(x, w, b)", 1, "in an Add of their own"),
     "gemm_computed": on_site("c = Abs(b) [fc] y = Gemm(x, w, c)", 1, "in an Add of their own"),
     "matmul": on_site("[fc] y = MatMul(x, w)", 1, "in an Add of their own"),
-    "matmul_read_twice": on_site(
-        "[fc] p = MatMul(x, w) q = Add(p, b) y = Sub(q, zero) r = Identity(p)", 1, "in an Add of their own"
-    ),
+    "matmul_read_twice": on_site("[fc] p = MatMul(x, w) q = Add(p, b) y = Sub(q, zero) r = Identity(p)", 1,
+        "in an Add of their own"),
     "matmul_add": on_site("[fc] p = MatMul(x, w) y = Add(p, b)", 0, "in the constant of Add"),
     "add_from_the_left": on_site("[fc] p = MatMul(x, w) y = Add(b, p)", 0, "in the constant of Add"),
-    "add_of_an_activation": on_site(
-        "s = MatMul(x, w1) [fc] p = MatMul(x, w) y = Add(p, s)", 1, "in an Add of their own"
-    ),
-    "shared_bias": Case(
-        "[fc] y = Gemm(x, w, b) other = Gemm(x, w, b)", Corrections((bias(STEPS[None]),)),
-        0, "in the constant of Gemm 'fc'", {"y": STEPS, "other": 0.0},
-    ),
-    "on_the_left": on_site(
-        "[fc] y = MatMul(wt, x)", 1, "in an Add of their own", STEPS[:, None], shape=(K, 3),
-    ),
-    "on_the_left_of_a_narrow_bias": on_site(
-        "[fc] p = MatMul(wt, x) y = Add(p, three)", 1, "in an Add of their own", STEPS[:, None], shape=(K, 3),
-    ),
-    "experts": on_site(
-        "e = Transpose<perm=[1,0,2]>(x) [fc] p = MatMul(e, we) y = Transpose<perm=[1,0,2]>(p)", 1,
-        "in an Add of their own", np.stack([STEPS, 2 * STEPS])[:, None], shape=(2, K),
-    ),
+    "add_of_an_activation": on_site("s = MatMul(x, w1) [fc] p = MatMul(x, w) y = Add(p, s)", 1,
+        "in an Add of their own"),
+    "shared_bias": Case("[fc] y = Gemm(x, w, b) other = Gemm(x, w, b)", Corrections((bias(STEPS[None]),)), 0,
+        "in the constant of Gemm 'fc'", {"y": STEPS, "other": 0.0}),
+    "on_the_left": on_site("[fc] y = MatMul(wt, x)", 1, "in an Add of their own", STEPS[:, None],
+        shape=(K, 3)),
+    "on_the_left_of_a_narrow_bias": on_site("[fc] p = MatMul(wt, x) y = Add(p, three)", 1,
+        "in an Add of their own", STEPS[:, None], shape=(K, 3)),
+    "experts": on_site("e = Transpose<perm=[1,0,2]>(x) [fc] p = MatMul(e, we) y = Transpose<perm=[1,0,2]>(p)",
+        1, "in an Add of their own", np.stack([STEPS, 2 * STEPS])[:, None], shape=(2, K)),
     "last_gemm": on_output("[head] y = Gemm(x, w1, one)", 0, "in the constant of Gemm 'head'"),
-    "last_gemm_squeezed": on_output(
-        "[head] h = Gemm(x, w1, one) y = Squeeze(h, last)", 0, "in the constant of Gemm 'head'"
-    ),
+    "last_gemm_squeezed": on_output("[head] h = Gemm(x, w1, one) y = Squeeze(h, last)", 0,
+        "in the constant of Gemm 'head'"),
     "last_add": on_output(HEAD + "h2 = Add(one, h) y = Flatten(h2)", 0, "in the constant of Add"),
     "no_bias": on_output(HEAD + "y = Flatten(h)", 1, "the constant +0.625 on its logit in an Add of its own"),
     "regression": on_output(HEAD + "y = Flatten(h)", 1, "+0.625 on its value", REGRESSION),
-    "logit_read_in_the_graph": on_output(
-        "[head] y = Gemm(x, w1, one) p = Sigmoid(y)", 1, "in an Add of its own", y=0.625, p=0.0
-    ),
+    "logit_read_in_the_graph": on_output("[head] y = Gemm(x, w1, one) p = Sigmoid(y)", 1,
+        "in an Add of its own", y=0.625, p=0.0),
     "sigmoid": on_output("[head] z = Gemm(x, w1, one) y = Sigmoid(z)", 0, "on its logit in the constant of",
-                         PROBABILITY),
-    "sigmoid_squeezed": on_output(
-        HEAD + "s = Sigmoid(h) y = Squeeze(s, last)", 1, "in an Add of its own", PROBABILITY
-    ),
-    "sigmoid_of_a_logit_read_twice": on_output(
-        "[head] z = Gemm(x, w1, one) y = Sigmoid(z) other = Tanh(z)", 1, "in an Add of its own",
-        PROBABILITY, y=0.625, other=0.0,
-    ),
-    "site_and_output": Case(
-        "[fc] y = Gemm(x, w1, one)", Corrections((bias([[0.5]]),), (OutputConstant("y", LOGIT, 0.25),)),
-        0, "in the constant of Gemm 'fc'", {"y": 0.75},
-    ),
+        PROBABILITY),
+    "sigmoid_squeezed": on_output(HEAD + "s = Sigmoid(h) y = Squeeze(s, last)", 1, "in an Add of its own",
+        PROBABILITY),
+    "sigmoid_of_a_logit_read_twice": on_output("[head] z = Gemm(x, w1, one) y = Sigmoid(z) other = Tanh(z)",
+        1, "in an Add of its own", PROBABILITY, y=0.625, other=0.0),
+    "site_and_output": Case("[fc] y = Gemm(x, w1, one)",
+        Corrections((bias([[0.5]]),), (OutputConstant("y", LOGIT, 0.25),)), 0, "in the constant of Gemm 'fc'",
+        {"y": 0.75}),
 }  # fmt: skip
 
 
@@ -133,7 +116,7 @@ def as_scores(case: Case, outputs: Arrays) -> Arrays:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_outputs_move_by_what_is_added(name: str, tmp_path: Path) -> None:
+def test_outputs_move_by_what_is_added(name, tmp_path):
     case = CASES[name]
     before = model_of(case)
     graph = GraphModel.load(artifact(before, tmp_path / "before.onnx").path)
@@ -159,7 +142,7 @@ def test_outputs_move_by_what_is_added(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("base", [Precision.FP32, Precision.BF16])
-def test_a_plan_is_written_with_its_corrections(base: Precision, tmp_path: Path) -> None:
+def test_a_plan_is_written_with_its_corrections(base, tmp_path):
     body = "[fc] h = Gemm(x, w, b) r = Relu(h) [head] s = MatMul(r, w2) y = Squeeze(s, last)"
     constants = {"w": weight(K, N), "b": np.linspace(-1, 1.1, N), "w2": weight(N, 1), "last": np.array([-1])}
     source = artifact(
@@ -212,10 +195,7 @@ class Typed:
         return np.asarray(now - was)
 
 
-def typed(
-    body: str, base: Precision, corrections: Corrections, folder: Path, *,
-    b: Any = (-2.3,), wide: tuple[str, ...] = (), fp32: tuple[str, ...] = (),
-) -> Typed:  # fmt: skip
+def typed(body, base, corrections, folder, *, b=(-2.3,), wide=(), fp32=()):  # fmt: skip
     n = len(b)
     constants = {"w": weight(K, n) / 8, "b": np.array(b), "last": np.array([-1])}
     outputs = "float[batch] y" if "y = Squeeze" in body else f"float[batch,{n}] y"
@@ -243,7 +223,6 @@ HEADS = {
     "probability": "[fc] z = Gemm(x, w, b) s = Sigmoid(z) y = Squeeze(s, last)",
 }
 
-
 NARROW = [
     (head, base, value, (), (), False)
     for head in HEADS
@@ -262,9 +241,7 @@ FOLDING = [
 
 
 @pytest.mark.parametrize("case", NARROW + FOLDING)
-def test_outputs_move_by_their_constant_which_goes_into_a_bias_that_stays_in_fp32(
-    case: tuple[str, Precision, float, tuple[str, ...], tuple[str, ...], bool], tmp_path: Path
-) -> None:
+def test_outputs_move_by_their_constant_which_goes_into_a_bias_that_stays_in_fp32(case, tmp_path):
     head, base, value, wide, fp32, folds = case
     kind = PROBABILITY if head == "probability" else LOGIT
     constant = Corrections((), (OutputConstant("y", kind, value),))
@@ -276,7 +253,7 @@ def test_outputs_move_by_their_constant_which_goes_into_a_bias_that_stays_in_fp3
     np.testing.assert_allclose(done.moved(is_probability=kind is PROBABILITY), value, rtol=0, atol=atol)
 
 
-def test_a_site_bias_that_rounding_takes_is_left_out_by_the_sum_over_channels(tmp_path: Path) -> None:
+def test_a_site_bias_that_rounding_takes_is_left_out_by_the_sum_over_channels(tmp_path):
     # −2.3 + .002 is −2.296875 in BF16, as −2.3 is: all is lost. At 1.25 BF16 numbers are 2⁻⁷ apart, and
     # 3 · 2⁻⁹ becomes 2⁻⁷: an error of a third, 1/9 of the energy.
     lost = typed(HEADS["gemm"], Precision.BF16, Corrections((bias([[0.002]]),)), tmp_path / "lost")
@@ -315,7 +292,7 @@ def test_a_site_bias_that_rounding_takes_is_left_out_by_the_sum_over_channels(tm
     )
 
 
-def test_corrections_of_another_model_are_refused(tmp_path: Path) -> None:
+def test_corrections_of_another_model_are_refused(tmp_path):
     case = CASES["sigmoid"]
     model = model_of(replace(case, body=case.body.replace("Sigmoid", "Tanh")))
     graph = GraphModel.load(artifact(model, tmp_path / "m.onnx").path)

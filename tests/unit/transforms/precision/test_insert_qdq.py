@@ -1,7 +1,5 @@
 """Q/DQ insertion: the form of what is written, and its values against a float64 computation."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ from qdq_models import INTERACTION, PRODUCTS, Product, quantizing_plan, weight
 from rewrite_models import Arrays, artifact, evaluate, initializer, named, op_types, parse, random_rows
 
 from loka_onnx.core.artifact import ModelArtifact
-from loka_onnx.core.formats import FLOATS, INT8, UINT8, NumberFormat, Precision
+from loka_onnx.core.formats import FLOATS, INT8, UINT8, Precision
 from loka_onnx.core.plan import PrecisionPlan, Wide
 from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR, Granularity, Recipe
 from loka_onnx.errors import TransformError
@@ -82,7 +80,7 @@ def check_stored_weight(model: onnx.ModelProto, product: Product, granularity: s
 
 @pytest.mark.parametrize("granularity", RECIPES)
 @pytest.mark.parametrize("case", PRODUCTS)
-def test_values_equal_fake_quantized_operands(case: str, granularity: str, tmp_path: Path) -> None:
+def test_values_equal_fake_quantized_operands(case, granularity, tmp_path):
     product, recipe = PRODUCTS[case], RECIPES[granularity]
     x = random_rows(6, *product.shape)
     result = quantize(product.model(), {"x": x}, recipe, tmp_path)
@@ -99,7 +97,7 @@ def test_values_equal_fake_quantized_operands(case: str, granularity: str, tmp_p
 
 
 @pytest.mark.parametrize("format", list(FLOATS))
-def test_every_format(format: NumberFormat, tmp_path: Path) -> None:
+def test_every_format(format, tmp_path):
     product, recipe = PRODUCTS["gemm_transb"], Recipe.of(format, Granularity.PER_CHANNEL)
     x = random_rows(6, *product.shape)
     result = quantize(product.model(), {"x": x}, recipe, tmp_path)
@@ -110,7 +108,7 @@ def test_every_format(format: NumberFormat, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("case", ["gemm_transb", "batched_weight", "weight_on_the_left"])
 @pytest.mark.parametrize("format", [INT8, UINT8])
-def test_integers_against_int64(format: NumberFormat, case: str, tmp_path: Path) -> None:
+def test_integers_against_int64(format, case, tmp_path):
     """Codes, scales and zero points as stored, and the product that ONNX Runtime makes of them."""
     product, recipe = PRODUCTS[case], Recipe.of(format, Granularity.PER_CHANNEL)
     x = random_rows(6, *product.shape) + np.float32(0.5)
@@ -140,7 +138,7 @@ def test_integers_against_int64(format: NumberFormat, case: str, tmp_path: Path)
         np.testing.assert_allclose(session.run({"x": x})["y"], expected, rtol=0, atol=5e-6)
 
 
-def test_an_interaction_quantizes_both_operands(tmp_path: Path) -> None:
+def test_an_interaction_quantizes_both_operands(tmp_path):
     x = random_rows(6, *INTERACTION.shape)
     rows = {"x": x, "t": 3 * x}  # not a power of two: another scale rounds otherwise
     result = quantize(INTERACTION.model(), rows, PER_TENSOR, tmp_path)
@@ -156,7 +154,7 @@ def test_an_interaction_quantizes_both_operands(tmp_path: Path) -> None:
     )
 
 
-def test_what_reads_one_tensor_shares_its_qdq(tmp_path: Path) -> None:
+def test_what_reads_one_tensor_shares_its_qdq_and_interface_and_names_of_sites_stay(tmp_path):
     model = parse("[fc] y = MatMul(x, x)", inputs="float[batch,5,5] x", outputs="float[batch,5,5] y")
     result = quantize(model, {"x": random_rows(6, 5, 5)}, PER_TENSOR, tmp_path)
     assert op_types(result.model) == ["QuantizeLinear", "DequantizeLinear", "MatMul"]
@@ -169,17 +167,6 @@ def test_what_reads_one_tensor_shares_its_qdq(tmp_path: Path) -> None:
         ("a", "e4m3fn/per_tensor/per_tensor/amax: Q/DQ"),
         ("b", "e4m3fn/per_tensor/per_tensor/amax: shares the Q/DQ of its input"),
     ]
-
-
-def two_readers(folder: Path, **plan: Any) -> Quantized:
-    model = parse(
-        "[a] p = MatMul(x, w) [b] q = MatMul(x, v) [c] r = MatMul(x, u) s = Add(p, q) y = Add(s, r)",
-        {name: weight(8, 8, seed=i) for i, name in enumerate("wvu")},
-    )
-    return quantize(model, {"x": random_rows(6, 8)}, PER_TENSOR, folder, **plan)
-
-
-def test_the_interface_and_the_names_of_sites_stay(tmp_path: Path) -> None:
     result = two_readers(tmp_path)
     before = onnx.load(result.source.path)
     assert list(result.model.graph.input) == list(before.graph.input)
@@ -193,7 +180,15 @@ def test_the_interface_and_the_names_of_sites_stay(tmp_path: Path) -> None:
     assert result.planned.digest == result.source.digest
 
 
-def test_a_plan_for_another_model_is_refused(tmp_path: Path) -> None:
+def two_readers(folder: Path, **plan: Any) -> Quantized:
+    model = parse(
+        "[a] p = MatMul(x, w) [b] q = MatMul(x, v) [c] r = MatMul(x, u) s = Add(p, q) y = Add(s, r)",
+        {name: weight(8, 8, seed=i) for i, name in enumerate("wvu")},
+    )
+    return quantize(model, {"x": random_rows(6, 8)}, PER_TENSOR, folder, **plan)
+
+
+def test_a_plan_for_another_model_or_a_weight_of_another_shape_is_refused(tmp_path):
     source = artifact(PRODUCTS["gemm"].model(), tmp_path / "before.onnx")
     gone = (Wide("gone", "residual"),)
     for digest, wide, evidence in (("0" * 64, (), source.digest[:12]), (source.digest, gone, "'gone'")):
@@ -202,9 +197,6 @@ def test_a_plan_for_another_model_is_refused(tmp_path: Path) -> None:
             apply_plan(source, plan, PlanForm(Precision.BF16), tmp_path / "after.onnx")
         assert caught.value.code == "E0602"
         assert evidence in caught.value.evidence
-
-
-def test_a_weight_of_another_shape_than_described_is_refused(tmp_path: Path) -> None:
     source = artifact(PRODUCTS["gemm"].model(), tmp_path / "before.onnx")
     (site,) = source.sites
     plan = quantizing_plan(source, {"x": random_rows(6, 24)}, PER_CHANNEL_WEIGHT)
@@ -216,7 +208,7 @@ def test_a_weight_of_another_shape_than_described_is_refused(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("recipe", [PER_CHANNEL_WEIGHT, PER_TENSOR], ids=lambda recipe: recipe.id)
-def test_scales_are_as_many_as_the_recipe_says(recipe: Recipe, tmp_path: Path) -> None:
+def test_scales_are_as_many_as_the_recipe_says(recipe, tmp_path):
     source = artifact(PRODUCTS["gemm"].model(), tmp_path / "before.onnx")
     (decision,) = quantizing_plan(source, {"x": random_rows(6, 24)}, recipe).decisions
     (site,) = source.sites

@@ -1,7 +1,5 @@
 """The request form answers like the model on plain rows, and computes a user's part once."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -30,25 +28,15 @@ SIZES = ((1, 1), (1, 5), (3, 1), (4, 9), (7, 7))
 """Users and candidates."""
 U, C = "float[batch,4] u", "float[batch,6] c"
 WEIGHTS = {
-    "w4": RANDOM.standard_normal((4, 3)),
-    "w10": RANDOM.standard_normal((10, 3)),
-    "w10t": RANDOM.standard_normal((3, 10)),
-    "w2": RANDOM.standard_normal((2, 5)),
-    "b3": RANDOM.standard_normal(3),
-    "table": RANDOM.standard_normal((9, 2)),
-    "one": np.array([1]),
-    "two": np.array([2]),
-    "flat": np.array([-1, 10]),
-    "rows2": np.array([-1, 2]),
-    "tokens": np.array([-1, 2, 2]),
-    "scale": np.array(0.05),
-    "zero": np.array(3, np.int8),
-}
+    "w4": RANDOM.standard_normal((4, 3)), "w10": RANDOM.standard_normal((10, 3)),
+    "w10t": RANDOM.standard_normal((3, 10)), "w2": RANDOM.standard_normal((2, 5)),
+    "b3": RANDOM.standard_normal(3), "table": RANDOM.standard_normal((9, 2)), "one": np.array([1]),
+    "two": np.array([2]), "flat": np.array([-1, 10]), "rows2": np.array([-1, 2]),
+    "tokens": np.array([-1, 2, 2]), "scale": np.array(0.05), "zero": np.array(3, np.int8),
+}  # fmt: skip
 
 
-def shared_form(
-    model: onnx.ModelProto, shared: tuple[str, ...], folder: Path
-) -> tuple[GraphModel, list[Any]]:
+def shared_form(model, shared, folder):
     onnx.save(model, folder / "plain.onnx")
     graph = GraphModel.load(folder / "plain.onnx")
     said = share_users(graph, shared)
@@ -58,13 +46,7 @@ def shared_form(
     return graph, said
 
 
-def answers_alike(
-    model: onnx.ModelProto,
-    shared: tuple[str, ...],
-    draw: Any = None,
-    tolerance: float = 2e-5,
-    in_double: bool = False,
-) -> onnx.GraphProto:
+def answers_alike(model, shared, draw=None, tolerance=2e-05, in_double=False):
     """Compare both forms on requests of several sizes, users in any order, to `tolerance` in ONNX Runtime,
     and to 1e-9 in float64 if asked for; return the request form.
     """
@@ -115,73 +97,50 @@ def on_users(graph: onnx.GraphProto, *shared: str) -> set[str]:
 
 @given(st.integers(0, 2**32 - 1), st.sampled_from(["x", "ids"]))
 @settings(max_examples=3)
-def test_random_rankers_answer_alike(seed: int, shared: str) -> None:
+def test_random_rankers_answer_alike(seed, shared):
     answers_alike(RandomGraph(seed).model(), (shared,), tolerance=0.05, in_double=True)
 
 
 @pytest.mark.slow
 @given(st.integers(0, 2**32 - 1), st.sampled_from(["x", "ids"]))
-@settings(max_examples=150)
-def test_many_random_rankers_answer_alike(seed: int, shared: str) -> None:
+@settings(max_examples=80)
+def test_many_random_rankers_answer_alike(seed, shared):
     answers_alike(RandomGraph(seed).model(), (shared,), tolerance=0.05, in_double=True)
 
 
-@pytest.mark.parametrize(
-    ("body", "k"),
-    [
-        ("j = Concat<axis=1>(u, c) y = MatMul(j, w10)", [4, 6]),
-        ("j = Concat<axis=1>(c, u) p = MatMul(j, w10) y = Add(p, b3)", [4, 6]),
-        ("j = Concat<axis=-1>(u, c) y = Gemm<transB=1>(j, w10t, b3)", [4, 6]),
-        ("a = Relu(u) i = Concat<axis=1>(c) j = Concat<axis=1>(a, i) y = MatMul(j, w10)", [4, 6]),
-    ],
-)
-def test_a_linear_over_users_and_candidates_has_a_product_of_each(body: str, k: list[int]) -> None:
+@pytest.mark.parametrize(("body", "k"), [
+    ("j = Concat<axis=1>(u, c) y = MatMul(j, w10)", [4, 6]),
+    ("j = Concat<axis=1>(c, u) p = MatMul(j, w10) y = Add(p, b3)", [4, 6]),
+    ("j = Concat<axis=-1>(u, c) y = Gemm<transB=1>(j, w10t, b3)", [4, 6]),
+    ("a = Relu(u) i = Concat<axis=1>(c) j = Concat<axis=1>(a, i) y = MatMul(j, w10)", [4, 6]),
+])  # fmt: skip
+def test_a_linear_over_users_and_candidates_has_a_product_of_each(body, k):
     graph = answers_alike(parsed(body, WEIGHTS, inputs=f"{U}, {C}"), ("u",))
     weights = {tensor.name: list(tensor.dims) for tensor in graph.initializer}
     assert sorted(weights[n.input[1]][0] for n in graph.node if n.op_type == "Gemm") == k
     assert "Gemm" in on_users(graph)
 
 
-@pytest.mark.parametrize(
-    ("body", "inputs", "computed"),
-    [
-        # Fields of one table, looked up together, and flattened in front of a layer.
-        (
-            "j = Concat<axis=1>(c_ids, u_ids) e = Gather(table, j) f = Reshape(e, flat) y = MatMul(f, w10)",
-            "int64[batch,2] u_ids, int64[batch,3] c_ids",
-            {"Gather", "Gemm"},
-        ),
-        # Tokens: a product and a softmax of each token by itself.
-        (
-            "a = Reshape(u, tokens) b = Reshape(c, three) t = Concat<axis=1>(a, b) p = MatMul(t, w2)"
-            " s = Softmax(p) y = ReduceSum<keepdims=0>(s, one)",
-            f"{U}, {C}",
-            {"MatMul", "Softmax"},
-        ),
-        # A column of the batch, transposed; and attention of candidates over what users did.
-        (
-            "h = Reshape(u, tokens) k = MatMul(h, square) t = Transpose<perm=[0,2,1]>(k)"
-            " q = Reshape(c, three) y = MatMul(q, t)",
-            f"{U}, {C}",
-            {"MatMul", "Transpose"},
-        ),
-        # Rows of the history in one axis with the batch: gathered once they are apart again.
-        (
-            "h = Reshape(u, rows2) k = Gemm(h, w2) r = Relu(k) b = Reshape(r, back)"
-            " m = ReduceMean<keepdims=0>(b, one)"
-            " j = Concat<axis=1>(m, c) y = MatMul(j, w11)",
-            f"{U}, {C}",
-            {"Gemm", "ReduceMean"},
-        ),
-    ],
-)  # fmt: skip
-def test_what_users_decide_is_computed_on_users(body: str, inputs: str, computed: set[str]) -> None:
+@pytest.mark.parametrize(("body", "inputs", "computed"), [
+    # Fields of one table, looked up together, and flattened in front of a layer.
+    ("j = Concat<axis=1>(c_ids, u_ids) e = Gather(table, j) f = Reshape(e, flat) y = MatMul(f, w10)",
+        "int64[batch,2] u_ids, int64[batch,3] c_ids", {"Gather", "Gemm"}),
+    # Tokens: a product and a softmax of each token by itself.
+    ("a = Reshape(u, tokens) b = Reshape(c, three) t = Concat<axis=1>(a, b) p = MatMul(t, w2)"
+        " s = Softmax(p) y = ReduceSum<keepdims=0>(s, one)", f"{U}, {C}", {"MatMul", "Softmax"}),
+    # A column of the batch, transposed; and attention of candidates over what users did.
+    ("h = Reshape(u, tokens) k = MatMul(h, square) t = Transpose<perm=[0,2,1]>(k)"
+        " q = Reshape(c, three) y = MatMul(q, t)", f"{U}, {C}", {"MatMul", "Transpose"}),
+    # Rows of the history in one axis with the batch: gathered once they are apart again.
+    ("h = Reshape(u, rows2) k = Gemm(h, w2) r = Relu(k) b = Reshape(r, back)"
+        " m = ReduceMean<keepdims=0>(b, one)" " j = Concat<axis=1>(m, c) y = MatMul(j, w11)", f"{U}, {C}",
+        {"Gemm", "ReduceMean"}),
+])  # fmt: skip  # fmt: skip
+def test_what_users_decide_is_computed_on_users(body, inputs, computed):
     more = {
-        "three": np.array([-1, 3, 2]),
-        "back": np.array([-1, 2, 5]),
-        "square": RANDOM.standard_normal((2, 2)),
+        "three": np.array([-1, 3, 2]), "back": np.array([-1, 2, 5]), "square": RANDOM.standard_normal((2, 2)),
         "w11": RANDOM.standard_normal((11, 3)),
-    }
+    }  # fmt: skip
     graph = answers_alike(parsed(body, WEIGHTS | more, inputs=inputs), (inputs.split()[1].strip(","),))
     assert computed <= on_users(graph)
 
@@ -204,27 +163,20 @@ def test_what_users_decide_is_computed_on_users(body: str, inputs: str, computed
         " y = Reshape(s, rows3)",
     ],
 )
-def test_what_mixes_rows_computes_on_candidates(body: str) -> None:
+def test_what_mixes_rows_computes_on_candidates(body):
     more = {
-        "w63": RANDOM.standard_normal((6, 3)),
-        "first": np.array([0]),
-        "start": np.array(0),
-        "thirds": np.array([3, 1]),
-        "column": np.array([-1, 1]),
-        "rows3": np.array([-1, 3]),
-    }
+        "w63": RANDOM.standard_normal((6, 3)), "first": np.array([0]), "start": np.array(0),
+        "thirds": np.array([3, 1]), "column": np.array([-1, 1]), "rows3": np.array([-1, 3]),
+    }  # fmt: skip
     graph = answers_alike(parsed(body, WEIGHTS | more, inputs=f"{U}, {C}"), ("u",))
     assert on_users(graph) <= {"MatMul", "Gemm", "Reshape", "Shape", "Concat", "Relu"}
 
 
-def test_outputs_that_users_decide_alone_have_a_row_for_each_candidate() -> None:
+def test_a_quantized_product_stays_whole_and_outputs_of_users_alone_have_every_row():
     outputs = "float[batch,3] y, float[batch,1] z"
     body = "h = MatMul(u, w4) y = Relu(h) z = ReduceSum(c, one)"
     model = parsed(body, WEIGHTS, inputs=f"{U}, {C}", outputs=outputs)
     assert on_users(answers_alike(model, ("u",))) == {"MatMul", "Relu"}
-
-
-def test_a_quantized_product_stays_whole_and_its_q_reads_gathered_rows() -> None:
     weight = RANDOM.integers(-100, 100, (10, 3)).astype(np.int8)
     body = (
         "r = Relu(u) j = Concat<axis=1>(r, c) q = QuantizeLinear(j, scale, zero)"
@@ -244,18 +196,13 @@ def test_a_quantized_product_stays_whole_and_its_q_reads_gathered_rows() -> None
     assert readers[INDEX] == "Gather"
 
 
-@pytest.mark.parametrize(
-    ("body", "inputs", "shared"),
-    [
-        ("h = MatMul(u, w4) y = Relu(h)", U, ("u",)),
-        ("j = Add(u, c) y = MatMul(j, w4)", "float[batch,4] u, float[batch,4] c", ("u",)),
-        ("h = MatMul(u, w4) y = Add(h, c)", "float[8,4] u, float[8,3] c", ("u",)),
-        (f"h = MatMul(u, w4) y = Add(h, {INDEX})", f"float[batch,4] u, float[batch,3] {INDEX}", ("u",)),
-    ],
-)
-def test_a_graph_without_a_request_form_is_declined_with_the_reason(
-    body: str, inputs: str, shared: tuple[str, ...], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("body", "inputs", "shared"), [
+    ("h = MatMul(u, w4) y = Relu(h)", U, ("u",)),
+    ("j = Add(u, c) y = MatMul(j, w4)", "float[batch,4] u, float[batch,4] c", ("u",)),
+    ("h = MatMul(u, w4) y = Add(h, c)", "float[8,4] u, float[8,3] c", ("u",)),
+    (f"h = MatMul(u, w4) y = Add(h, {INDEX})", f"float[batch,4] u, float[batch,3] {INDEX}", ("u",)),
+])  # fmt: skip
+def test_a_graph_without_a_request_form_is_declined_with_the_reason(body, inputs, shared, tmp_path):
     _, said = shared_form(parsed(body, WEIGHTS, inputs=inputs), shared, tmp_path)
     (declined,) = said
     assert isinstance(declined, Declined) and declined.reason
@@ -263,7 +210,7 @@ def test_a_graph_without_a_request_form_is_declined_with_the_reason(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["dlrm", "dcnv2", "wukong", "interformer"])
-def test_models_of_the_zoo_answer_alike(name: str, tmp_path: Path) -> None:
+def test_models_of_the_zoo_answer_alike(name, tmp_path):
     pytest.importorskip("torch", reason="needs torch: the zoo's models are exported")
     features = FeatureSpec((("item", 30), ("genre", 5)), ("age", "price"), history=("item", 6))
     has_history = name == "interformer"

@@ -1,20 +1,17 @@
 """Smoothing is chosen where it lowers the measured FP8 error, and nowhere else."""
 
-from __future__ import annotations
-
-from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import onnx
 import pytest
-from rewrite_models import Arrays, artifact, evaluate, named, op_types, parse
+from rewrite_models import Arrays, artifact, evaluate, initializer, named, op_types, parse
 from shape_models import weight
 
 from loka_onnx.core.formats import E4M3FN, INT8
 from loka_onnx.core.recipe import Granularity
-from loka_onnx.core.rewrite import RewriteLog, RewriteRecord
+from loka_onnx.core.rewrite import RewriteLog
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.numerics.product_error import Rounding
 from loka_onnx.transforms.linears import site_rows
@@ -72,7 +69,7 @@ def error(proto: onnx.ModelProto, site: str, x: Arrays) -> float:
     if values is None:
         watched.graph.output.append(onnx.helper.make_tensor_value_info(node.input[0], 1, ["batch", K]))
         values = evaluate(watched, x)[node.input[0]]
-    w = next(onnx.numpy_helper.to_array(t) for t in proto.graph.initializer if t.name == node.input[1])
+    w = onnx.numpy_helper.to_array(initializer(proto, node.input[1]))
     values, w = values.astype(np.float64), w.astype(np.float64)
     exact = values @ w
     return float(np.square(rounded(values) @ rounded(w, 0) - exact).sum() / np.square(exact).sum())
@@ -82,9 +79,7 @@ def constants(proto: onnx.ModelProto) -> dict[str, bytes]:
     return {tensor.name: tensor.raw_data for tensor in proto.graph.initializer}
 
 
-def smoothed(
-    proto: onnx.ModelProto, x: Arrays, folder: Path, *roundings: Rounding
-) -> tuple[RewriteRecord, onnx.ModelProto]:
+def smoothed(proto, x, folder, *roundings: Rounding):
     source = artifact(proto, folder / "before.onnx")
     mod = ChooseSmoothing([x], folder, roundings or (Rounding(),))
     result = apply_mods(source, [x], folder / "after.onnx", [mod])
@@ -97,7 +92,7 @@ def smoothed(
 
 
 @pytest.mark.parametrize("kind", BODIES)
-def test_one_wild_channel_is_smoothed(kind: str, tmp_path: Path) -> None:
+def test_one_wild_channel_is_smoothed(kind, tmp_path):
     before = model(kind, WILD)
     record, after = smoothed(before, feeds(kind, WILD), tmp_path)
     assert not record.rolled_back
@@ -115,7 +110,7 @@ def test_one_wild_channel_is_smoothed(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", BODIES)
-def test_channels_alike_are_left_alone_with_the_figures(kind: str, tmp_path: Path) -> None:
+def test_channels_alike_are_left_alone_with_the_figures(kind, tmp_path):
     before = model(kind, np.ones(K, np.float32))
     record, after = smoothed(before, feeds(kind, np.ones(1)), tmp_path)
     assert record.applied == ()
@@ -127,7 +122,7 @@ def test_channels_alike_are_left_alone_with_the_figures(kind: str, tmp_path: Pat
     assert constants(after) == constants(before)
 
 
-def test_what_is_measured_is_the_error_of_the_product(tmp_path: Path) -> None:
+def test_what_is_measured_is_the_error_of_the_product(tmp_path):
     before = model("input", np.ones(K, np.float32))
     x = feeds("input", np.ones(1))
     record, _ = smoothed(before, x, tmp_path, Rounding(weights=(Granularity.PER_CHANNEL,)))
@@ -136,7 +131,7 @@ def test_what_is_measured_is_the_error_of_the_product(tmp_path: Path) -> None:
     assert told == pytest.approx(error(before, "fc", {"x": x["x"][ROWS // 2 :]}), rel=0.1)
 
 
-def test_two_formats_are_measured_side_by_side(tmp_path: Path) -> None:
+def test_two_formats_are_measured_side_by_side(tmp_path):
     """Channels of unequal range cost integers accuracy, and E4M3 nothing: factors for both are found."""
     uneven = np.geomspace(1.0, 64.0, K).astype(np.float32)
     before, x = model("norm", uneven), feeds("norm", uneven)
@@ -152,7 +147,7 @@ def test_two_formats_are_measured_side_by_side(tmp_path: Path) -> None:
     assert "which moved into 'fc'; strength " in told["both"][MAKERS["norm"]]
 
 
-def test_linears_that_read_one_tensor_share_the_factors(tmp_path: Path) -> None:
+def test_linears_of_one_tensor_share_the_factors_and_a_chain_is_smoothed_until_nothing_changes(tmp_path):
     body = (
         "[norm] n = LayerNormalization(x, gain) [fc] f = MatMul(n, w) [gate] g = MatMul(n, u) y = Mul(f, g)"
     )
@@ -164,10 +159,7 @@ def test_linears_that_read_one_tensor_share_the_factors(tmp_path: Path) -> None:
     assert "of 'fc', 'gate', summed," in record.applied[0].what
     for site in ("fc", "gate"):
         assert error(after, site, {"x": rows(9)}) < 3e-3 < error(before, site, {"x": rows(9)})
-
-
-def test_a_chain_is_smoothed_until_nothing_changes(tmp_path: Path) -> None:
-    """Each layer is a reader and a maker; `smoothed` runs the mod again and finds nothing."""
+    # Each layer is a reader and a maker; `smoothed` runs the mod again and finds nothing.
     other = np.roll(WILD, 7)
     body = "[norm] n = LayerNormalization(x, gain) [fc1] h = MatMul(n, v) r = Relu(h) [fc2] y = MatMul(r, w)"
     values = {"gain": WILD, "v": weight(K, K) / WILD[:, None] * other, "w": weight(K, N) / other[:, None]}
@@ -179,32 +171,25 @@ def test_a_chain_is_smoothed_until_nothing_changes(tmp_path: Path) -> None:
         assert error(after, site, {"x": rows(9)}) < 3e-3
 
 
-def test_a_channel_without_values_keeps_its_factor(tmp_path: Path) -> None:
+def test_a_channel_without_values_keeps_its_factor_and_few_rows_choose_nothing(tmp_path):
     x = feeds("input", WILD)
     x["x"][:, 5] = 0.0
     record, after = smoothed(model("input", WILD), x, tmp_path)
     assert len(record.applied) == 1
-    factors = next(
-        onnx.numpy_helper.to_array(t) for t in after.graph.initializer if t.name == named_mul(after).input[1]
-    )
+    (scaled,) = (node for node in after.graph.node if node.op_type == "Mul")
+    factors = onnx.numpy_helper.to_array(initializer(after, scaled.input[1]))
     assert np.isfinite(factors).all()
     assert np.frexp(factors)[0].tolist() == [0.5] * K
     np.testing.assert_array_equal(evaluate(after, x)["y"], evaluate(model("input", WILD), x)["y"])
-
-
-def named_mul(proto: onnx.ModelProto) -> onnx.NodeProto:
-    return next(node for node in proto.graph.node if node.op_type == "Mul")
-
-
-def test_few_rows_choose_nothing(tmp_path: Path) -> None:
     x = {"x": rows(count=63) * WILD}
-    record, _ = smoothed(model("input", WILD), x, tmp_path)
+    (tmp_path / "few").mkdir()
+    record, _ = smoothed(model("input", WILD), x, tmp_path / "few")
     assert [(d.at, d.reason) for d in record.declined] == [
         ("x", "63 rows are too few to measure errors on; 64 are needed")
     ]
 
 
-def test_the_default_mods_leave_what_was_smoothed(tmp_path: Path) -> None:
+def test_the_default_mods_leave_what_was_smoothed(tmp_path):
     """A norm's scale is folded into linears; the powers of two of smoothing are not folded back."""
     x = feeds("input", WILD)
     body = "[norm] n = RMSNormalization<axis=-1>(x, gain) [fc] y = MatMul(n, w)"
@@ -226,17 +211,10 @@ def applied_by(log: RewriteLog) -> set[str]:
     return {record.transform for record in log.records if record.applied}
 
 
-# Rows ------------------------------------------------------------------------------------------------------
-
-
-def test_rows_are_kept_by_halves_and_ranges_over_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_rows_are_kept_by_halves_and_a_large_layer_is_measured_on_some_columns(monkeypatch, tmp_path):
     body = "[a] h = MatMul(v, x) r = Relu(h) t = Transpose<perm=[0,2,1]>(r) [fc] y = MatMul(t, w)"
-    proto = parse(
-        body,
-        {"v": weight(6, 4), "w": weight(6, 3)},
-        inputs="float[batch,4,5] x",
-        outputs="float[batch,5,3] y",
-    )
+    proto = parse(body, {"v": weight(6, 4), "w": weight(6, 3)}, inputs="float[batch,4,5] x",
+        outputs="float[batch,5,3] y")  # fmt: skip
     artifact(proto, tmp_path / "m.onnx")
     x = np.random.default_rng(0).normal(size=(90, 4, 5)).astype(np.float32)
     graph = GraphModel.load(tmp_path / "m.onnx")
@@ -260,9 +238,6 @@ def test_rows_are_kept_by_halves_and_ranges_over_all(monkeypatch: pytest.MonkeyP
         for half in found.halves:
             assert 20 <= len(half) <= 40
             assert {tuple(np.round(v, 4)) for v in half.tolist()} <= everything
-
-
-def test_a_large_layer_is_measured_on_some_columns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     proto = parse("y = MatMul(x, w)", {"w": weight(8, 100)}, outputs="float[batch,100] y")
     artifact(proto, tmp_path / "m.onnx")
     graph = GraphModel.load(tmp_path / "m.onnx")
