@@ -260,11 +260,7 @@ def test_a_backend_without_int8_declines(architecture: str, names: str, planned:
         assert "site 'fc1' asks for UINT8" in str(get_backend(name).decline(planned.plan, architecture))
 
 
-<<<<<<< HEAD
-def test_a_zero_point_that_a_format_lacks_is_declined(planned: Planned, tmp_path, monkeypatch) -> None:
-=======
 def test_a_zero_point_that_a_format_lacks_is_declined(planned, tmp_path, monkeypatch):
->>>>>>> tests18a
     monkeypatch.setattr(module, "integer_instructions", lambda: ("avx512_vnni",))
 
     def with_zero(plan: PrecisionPlan, zero: int) -> PrecisionPlan:
