@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from loka_onnx.config import BuildConfig, Executor, RunConfig
+from loka_onnx.config import Executor, RunConfig
 from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.backends import Fusions
 from loka_onnx.core.correction import CorrectionSet
@@ -181,7 +181,9 @@ class EngineBuilder:
         except TransformError as error:
             return partial(backend.failure, plan, candidate.target, architecture, str(error))
         if not away:
-            return partial(engine_cache(self._config.build).build, backend, request)
+            build = self._config.build
+            cache = EngineCache(build.cache or cache_directory() / "engines", int(build.cache_gb * 1e9))
+            return partial(cache.build, backend, request)
         origin = JobOrigin(
             run=self._config.name,
             candidate=candidate.directory,
@@ -277,11 +279,6 @@ def _files_below(*places: Path) -> list[Path]:
     return [file for place in places for file in sorted(place.rglob("*")) if file.is_file()]
 
 
-def engine_cache(settings: BuildConfig) -> EngineCache:
-    """Return the cache of engines."""
-    return EngineCache(settings.cache or cache_directory() / "engines", int(settings.cache_gb * 1e9))
-
-
 @dataclass
 class Additions:
     """Engines of further plans for the modified model; corrections, rewrites and files are theirs."""
@@ -352,14 +349,11 @@ def build_engines(
         return on_cluster and any(e.status is BuildStatus.WAITING for e in earlier.engines.engines)
 
     def files(written: list[Path]) -> list[Path]:
-        return [*written, *_files_below(context.path("planned"), context.path("engines")), *_job_files(jobs)]
+        # Results of jobs are written by other hosts.
+        of_jobs = (f for f in _files_below(jobs) if f.relative_to(jobs).parts[1:2] not in {(), (RESULT,)})
+        return [*written, *_files_below(context.path("planned"), context.path("engines")), *of_jobs]
 
     return context.directory.document(BUILD, reads, lambda: builder.build(source), files, again=is_waiting)
-
-
-def _job_files(jobs: Path) -> list[Path]:
-    """Files of jobs without their results, which other hosts write."""
-    return [file for file in _files_below(jobs) if file.relative_to(jobs).parts[1:2] not in {(), (RESULT,)}]
 
 
 def results_of_jobs(jobs: Path) -> dict[str, str]:

@@ -79,14 +79,11 @@ def write_job(directory: Path, request: BuildRequest, origin: JobOrigin) -> Buil
         rows = tuple(_write_rows(new, split) for split in origin.rows)
         timed = None if origin.timed is None else _write_rows(new, origin.timed)
         job = BuildJob(
-            run=origin.run,
-            candidate=origin.candidate,
-            backend=origin.backend,
+            **{**vars(origin), "rows": rows, "timed": timed},
             target=request.target,
             architecture=request.architecture,
             plan=request.plan,
             sites=request.sites,
-            part=origin.part,
             model=Path(_MODEL) / request.model.name,
             model_digest=request.plan.model_digest,
             sample=Path(_SAMPLE),
@@ -94,12 +91,8 @@ def write_job(directory: Path, request: BuildRequest, origin: JobOrigin) -> Buil
             timeout_seconds=request.limits.seconds,
             memory_bytes=request.limits.memory_bytes,
             options=dict(request.options),
-            outputs=origin.outputs,
-            rows=rows,
             files=list_files(new, JOB),
             version=version("loka-onnx"),
-            timed=timed,
-            inputs=origin.inputs,
         )
         try:
             is_there = read_job(directory) == job

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from loka_onnx.config import PlanId, RunConfig, ScaleRule, TargetConfig
 from loka_onnx.core.artifact import ModelArtifact
+from loka_onnx.core.devices import CPU
 from loka_onnx.core.formats import INT8, UINT8, NumberFormat, Precision
 from loka_onnx.core.plan import EIGHT_BITS, MIXED, Climbs, Decision, PlanSet, PrecisionPlan, Verdict
 from loka_onnx.core.profile import Profile
@@ -23,7 +24,6 @@ from loka_onnx.planning.site_speed import DeviceTimings
 from loka_onnx.planning.timings import known_timings
 
 PLAN = Stage("plan", "plan.json", PlanSet)
-CPU = "cpu"
 _PERCENTILE = "percentile-99.99"
 _RULES = {
     ScaleRule.AMAX: (AMAX,),
@@ -163,7 +163,7 @@ def competing_plans(config: RunConfig, timed: Collection[DeviceTimings] = ()) ->
     is_whole = not config.model.split_sparse
     compiles = is_whole and any(b.untouched and where != CPU for _, b, where in buildable(config))
     untouched = (PlanId.UNTOUCHED,) if compiles else ()
-    fp16 = (PlanId.FP16,) if _runs(config, Precision.FP16) else ()
+    fp16 = (PlanId.FP16,) if _takers(config, Precision.FP16) else ()
     of_format = {
         Precision.FP8: (PlanId.FP8_ALL, PlanId.FP8_SAFE, PlanId.FP8_FAST),
         Precision.INT8: (PlanId.INT8_ALL, PlanId.INT8_SAFE, PlanId.INT8_FAST),
@@ -186,12 +186,8 @@ def competing_plans(config: RunConfig, timed: Collection[DeviceTimings] = ()) ->
     return (PlanId.FP32, PlanId.BF16, *fp16, *untouched, *quantized)
 
 
-def _runs(config: RunConfig, precision: Precision) -> bool:
-    """True if a backend of a target runs the whole model in a precision; not on CPUs, which gain no time."""
-    return bool(_takers(config, precision))
-
-
 def _takers(config: RunConfig, precision: Precision) -> set[tuple[str, str]]:
+    """Backends with architectures that run the whole model in a precision; no CPUs, which gain no time."""
     plan = PrecisionPlan(str(precision), "", precision, (), {}, 0.0)
     pairs = ((backend, at) for _, backend, at in buildable(config) if at != CPU)
     return {(backend.name, at) for backend, at in pairs if backend.decline(plan, at) is None}

@@ -227,11 +227,12 @@ def _stages(settings: RunSettings, options: RunOptions) -> Iterator[tuple[Stage,
     results = attempt_again(judging, results)
     choice = choose_engines(context, results)
     results = replace(results, throughput=measure_throughput(judging, results, choice))
-    report = write_report(judging, results, choice, (*accepted.notes, *notes_of(judging)), options.label_rule)
-    ended = RunResult(directory.path, choice, report.data, report.files)
+    notes = (*accepted.notes, *notes_of(judging))
+    report, files = write_report(judging, results, choice, notes, options.label_rule)
+    ended = RunResult(directory.path, choice, report, files)
     yield Stage.REPORT, ended
 
-    yield Stage.BUNDLE, replace(ended, bundle=emit_bundle(judging, results, choice, report.files))
+    yield Stage.BUNDLE, replace(ended, bundle=emit_bundle(judging, results, choice, files))
 
 
 def rewrites_of(modified: ModdedModel, split: ModelSplit | None, built: Built) -> dict[str, RewriteLog]:

@@ -160,9 +160,4 @@ def _measure(judging: Judging, loaded: Loaded) -> Throughput:
             rate = find_highest_rate(served.runs, inputs, options)
         except StageError as error:
             return replace(measured, failure=str(error))
-    return replace(
-        measured,
-        capacity_per_s=rate.capacity_per_s,
-        requests_per_s=rate.requests_per_s,
-        trials=rate.trials,
-    )
+    return replace(measured, **vars(rate))

@@ -101,11 +101,8 @@ def make_plans(
     planners = {kind: Planner(model, profile, outputs, recipes, options, kind) for kind in kinds}
     # Plans in high precision are the same for each.
     first = next(iter(planners.values()))
-
-    def planner_of(plan_id: str) -> Planner:
-        return planners.get(kind_of(plan_id), first)
-
-    plans = tuple(plan for plan_id in options.plans for plan in planner_of(plan_id).plans(plan_id))
+    makers = ((name, planners.get(kind_of(name), first)) for name in options.plans)
+    plans = tuple(plan for name, planner in makers for plan in planner.plans(name))
     notes = dict.fromkeys(note for planner in planners.values() for note in planner.notes)
     speeds = tuple(speed for kind, of in planners.items() if kind != MIXED for speed in of.speeds)
     share = able_share(model, sum(first.flops.values()))

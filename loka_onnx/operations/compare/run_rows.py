@@ -21,11 +21,10 @@ from loka_onnx.operations.compare.run_decisions import HardwarePair, hardware_pa
 from loka_onnx.planning.choice import NOISE
 from loka_onnx.report import ReportData, numbers
 from loka_onnx.report.choice_tables import times_text
+from loka_onnx.report.data import BASELINES
 from loka_onnx.report.document import BUDGET_TONES, Tone
 from loka_onnx.report.figures import joined, percent_interval, told
 
-BASELINES = ("fp32", "bf16", "fp16")
-"""Plans that a gain is measured over."""
 OVERLAP, APART = "intervals overlap", "intervals do not overlap"
 _COSTS_TEXT = (
     "Costs are those of each run's own engine against its own FP32 model. Intervals of the same rows are "
@@ -327,10 +326,8 @@ def _gains(old: ReportData, new: ReportData) -> Iterator[Row]:
 
 def _gain(data: ReportData, choice: TargetChoice | None, baseline: str) -> Interval | None:
     """Of several baselines of one plan, the fastest."""
-    of_plan = {engine.id for engine in data.engines if engine.plan == baseline}
-    losers = choice.losers if choice is not None else ()
-    gains = [loser.times for loser in losers if loser.times is not None and loser.engine in of_plan]
-    return min(gains, key=lambda times: times.value, default=None)
+    losers = [] if choice is None else data.losers(choice, {baseline})
+    return losers[0].times if losers else None
 
 
 def other_splits(old: ReportData, new: ReportData) -> frozenset[str]:
