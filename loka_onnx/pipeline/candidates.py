@@ -299,8 +299,8 @@ class Additions:
         self.files += builder.files(built)
         return built.engines.engines
 
-    def describe(self, added: RefinedRun) -> RefinedRun:
-        """Return what was added with its corrections and rewrites."""
+    def completed(self, added: RefinedRun) -> RefinedRun:
+        """Return what was added, with the corrections and rewrites of its builds."""
         return replace(added, corrections=self.corrections, rewrites=self.rewrites)
 
 

@@ -123,16 +123,8 @@ def write_report(
     data = ReportData(
         title=context.config.name,
         exported=context.exported,
-        modified=model,
-        profile=results.profile,
-        plans=results.plans,
-        rewrites=results.rewrites,
-        engines=results.engines.engines,
-        evaluations=results.evaluations,
+        **{**vars(results), "engines": results.engines.engines},
         choice=choice,
-        corrections=results.corrections,
-        refinement=results.refinement,
-        throughput=results.throughput,
         data=DataDescription(
             tuple(SplitDescription(name, d.name, d.rows, d.digest, rule, d.path.name) for name, d in named),
             label_rule or ", ".join(labels),

@@ -159,17 +159,17 @@ def _standing(output: OutputEvaluation) -> Told:
 
 def _verdict(data: ReportData, choice: TargetChoice) -> Verdict:
     engines = _emitted(choice)
-    has_fp8 = any(plan.quantized_sites for name in choice.plans if (plan := data.plan(name)) is not None)
-    tone = Tone.GOOD if has_fp8 and all(_is_within(data, e.engine) for e in engines) else Tone.WARN
-    facts, speeds = tuple(_facts(data, choice, engines, has_fp8)), _speed_stats(data, choice)
+    is_quantized = any(plan.quantized_sites for name in choice.plans if (plan := data.plan(name)) is not None)
+    tone = Tone.GOOD if is_quantized and all(_is_within(data, e.engine) for e in engines) else Tone.WARN
+    facts, speeds = tuple(_facts(data, choice, engines, is_quantized)), _speed_stats(data, choice)
     stats = (_plan_stat(data, choice), *speeds, *_cost_stats(data, choice), _latency_stat(data, choice))
     return Verdict(choice.target, sentence(data, choice), facts, tone, stats, _bars(data, choice))
 
 
 def _facts(
-    data: ReportData, choice: TargetChoice, engines: tuple[_Emitted, ...], has_fp8: bool
+    data: ReportData, choice: TargetChoice, engines: tuple[_Emitted, ...], is_quantized: bool
 ) -> Iterator[str]:
-    if not has_fp8:
+    if not is_quantized:
         plans = ", ".join(choice.plans)
         low = data.plans.quantized
         yield f"No {low} engine is emitted for this target: it gets high precision ({plans})."
