@@ -62,11 +62,6 @@ class Candidate:
         return self.backend.base_precision(self.plan)
 
     @property
-    def fusions(self) -> Fusions:
-        """Fusions that decide where Q/DQ are placed; empty for a plan without FP8."""
-        return self.backend.spec.fusions if self.plan.quantized_sites else Fusions()
-
-    @property
     def directory(self) -> str:
         """``<target>-<backend>-<architecture>-<plan>``."""
         return f"{self.target}-{self.backend.name}-{self.architecture}-{self.plan.id}"
@@ -256,12 +251,14 @@ class EngineBuilder:
 
     def _planned_model(self, model: ModelArtifact, candidate: Candidate) -> PlannedModel:
         """Write the plan into a model in the form that the backend asks for; once for each form."""
-        plan, fusions, shared = candidate.plan, candidate.fusions, self._shared(candidate)
+        plan, backend, shared = candidate.plan, candidate.backend, self._shared(candidate)
+        # Fusions decide where Q/DQ are placed.
+        fusions = backend.spec.fusions if plan.quantized_sites else Fusions()
         key = (plan.id, candidate.base, fusions, shared)
         if key not in self._planned:
             name = f"{plan.id}-{candidate.base}{'-request' if shared else ''}"
             if name in self._logs:
-                name = f"{name}-{candidate.backend.name}"
+                name = f"{name}-{backend.name}"
             target = self._root / "planned" / name / "model.onnx"
             form = PlanForm(candidate.base, fusions, self.corrections.accepted(plan.id), shared)
             planned = apply_plan(model, plan, form, target)

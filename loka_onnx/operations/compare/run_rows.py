@@ -201,7 +201,7 @@ _Sides = tuple[OutputEvaluation | None, OutputEvaluation | None]
 
 def _cost(hardware: str, what: str, sides: _Sides, remarks: list[str]) -> _Finding:
     old, new = (None if side is None else side.difference for side in sides)
-    is_same_basis, verdict, holds, is_worse = not remarks, "", False, False
+    is_same_basis, verdict, caution, holds, is_worse = not remarks, "", "", False, False
     if old is None or new is None:
         remarks = [f"it was not measured in the {'old' if old is None else 'new'} run"]
     elif old.judged_name != new.judged_name:
@@ -209,13 +209,14 @@ def _cost(hardware: str, what: str, sides: _Sides, remarks: list[str]) -> _Findi
     else:
         less = new.judged.value - old.judged.value
         decimals = max(map(numbers.interval_decimals, (old.judged, new.judged)))
-        overlap = _overlap(old.judged, new.judged, remarks)
+        overlap, caution = _overlap(old.judged, new.judged)
         verdict = told("{}; {}", number(lambda v: numbers.signed_percent(v, decimals), less), overlap)
         is_worse = is_same_basis and overlap == APART and less > 0.0
         holds = is_same_basis and len({side.budget_status for side in sides if side}) == 1
     status = sides[1].budget_status if sides[1] else ""
     what, tone = f"{hardware} · {what}", BUDGET_TONES.get(status, Tone.PLAIN)
-    item = row(what, *map(_judged, sides), verdict=verdict, tone=tone, note="; ".join(remarks))
+    note = "; ".join(filter(None, (*remarks, caution)))
+    item = row(what, *map(_judged, sides), verdict=verdict, tone=tone, note=note)
     return _Finding(hardware, item, holds, is_worse or status == BudgetStatus.BEYOND)
 
 
@@ -230,11 +231,11 @@ def _judged(output: OutputEvaluation | None) -> str | None:
     return told("{}; {}, budget {}; NE {}", judged, output.budget_status, budget, entropy)
 
 
-def _overlap(old: Interval, new: Interval, remarks: list[str]) -> str:
-    """Return if two intervals overlap, in words; another confidence is added to `remarks`."""
-    if not isclose(old.confidence, new.confidence):
-        remarks.append("the intervals are of different confidence")
-    return OVERLAP if old.lower <= new.upper and new.lower <= old.upper else APART
+def _overlap(old: Interval, new: Interval) -> tuple[str, str]:
+    """Return if two intervals overlap, in words, and a caution where their confidence differs."""
+    is_alike = isclose(old.confidence, new.confidence)
+    words = OVERLAP if old.lower <= new.upper and new.lower <= old.upper else APART
+    return words, "" if is_alike else "the intervals are of different confidence"
 
 
 def _levels(old: ReportData, new: ReportData) -> str:
@@ -317,11 +318,11 @@ def _gains(old: ReportData, new: ReportData) -> Iterator[Row]:
             before, after = _gain(old, pair.old, baseline), _gain(new, pair.new, baseline)
             if before is None and after is None:
                 continue
-            verdict, remarks = "", list[str]()
+            verdict = caution = ""
             if before is not None and after is not None:
-                verdict = _overlap(before, after, remarks)
+                verdict, caution = _overlap(before, after)
             sides = (times_text(times) for times in (before, after))
-            yield row(f"{pair.name} · {baseline}", *sides, verdict=verdict, note="; ".join(remarks))
+            yield row(f"{pair.name} · {baseline}", *sides, verdict=verdict, note=caution)
 
 
 def _gain(data: ReportData, choice: TargetChoice | None, baseline: str) -> Interval | None:
