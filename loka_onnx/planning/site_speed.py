@@ -160,8 +160,8 @@ class SiteSpeeds:
                 f"too few kernel timings of {self._known.backend} on {self.device} to predict its time; run "
                 "`loka-onnx tune`"
             )
-            known = (site, self.device, SpeedVerdict.UNKNOWN, {}, {}, source.tensor, False, reason)
-            return SiteSpeed(*known, precision=precision)
+            unknown = SiteSpeed(site, self.device, SpeedVerdict.UNKNOWN, {}, {}, source.tensor, False, reason)
+            return replace(unknown, precision=precision)
         times = self._times[site]
         gains = [self.saved_per_row(other) for other in self._readers(source.tensor)]
         together = fsum(gain for gain in gains if gain > 0.0) - self.quantize_per_row(site)
