@@ -287,8 +287,7 @@ def promote_bundle(
     moved: Annotated[str, typer.Argument(metavar="NAME", help="The name to move.")],
 ) -> None:
     """Let a name stand for a bundle that is in the registry already; also the way back to an older one."""
-    digest = promote(which, moved)
-    terminal_of(context).say(f"{moved} is now sha256:{digest}")
+    terminal_of(context).say(f"{moved} is now sha256:{promote(which, moved)}")
 
 
 def _shown_name(item: NamedBundle) -> str:

@@ -114,10 +114,10 @@ class RunFacts:
 MOST_ROWS = 65_536
 """Rows of each split that are read for a check."""
 _PACKAGES = (
-    # Distribution, module to import ("" when it is only read as data), use, remedy.
-    ("onnxscript", "onnxscript", "export from PyTorch", "pip install 'loka-onnx[export]'"),
-    ("safetensors", "safetensors", ".safetensors checkpoints", "pip install 'loka-onnx[export]'"),
-    ("recbole", "", "the demo's data (only read)", "pip install --no-deps recbole==1.2.1"),
+    # Module, use, remedy; then, for one that is only read as data, False.
+    ("onnxscript", "export from PyTorch", "pip install 'loka-onnx[export]'", True),
+    ("safetensors", ".safetensors checkpoints", "pip install 'loka-onnx[export]'", True),
+    ("recbole", "the demo's data (only read)", "pip install --no-deps recbole==1.2.1", False),
 )
 
 
@@ -216,22 +216,12 @@ def _libraries() -> Iterator[Package]:
         with suppress(MissingPackage):
             if (spec := get_spec(name)).use:
                 first.setdefault(spec.modules[0], spec)
-    for spec in first.values():
-        versions = versions_of(spec.modules[:1])
-        yield _imported(spec.modules[0], next(iter(versions.values()), ""), spec.use, spec.install)
+    return (_package(spec.modules[0], spec.use, spec.install) for spec in first.values())
 
 
-def _package(distribution: str, module: str, use: str, remedy: str) -> Package:
-    version = ""
-    with suppress(metadata.PackageNotFoundError):
-        version = metadata.version(distribution)
-    if module:
-        return _imported(module, version, use, remedy)
-    return Package(distribution, version, use, "" if version else remedy)
-
-
-def _imported(module: str, version: str, use: str, remedy: str) -> Package:
-    if version:
+def _package(module: str, use: str, remedy: str, is_imported: bool = True) -> Package:
+    version = next(iter(versions_of((module,)).values()), "")
+    if version and is_imported:
         try:
             importlib.import_module(module)
         except Exception as error:

@@ -123,17 +123,13 @@ def run_until(terminal: Terminal, config: RunConfig, options: RunOptions) -> Run
         return run_pipeline(config, replace(options, **reporter.callbacks))
 
 
-Devices = Annotated[
-    list[str] | None,
-    typer.Option("--device", help="A device to build for; those of this machine by default."),
-]
-
-
 def init(  # noqa: PLR0913, PLR0917 - typer reads one parameter for each option
     context: typer.Context,
     model: Annotated[Path, typer.Argument(help="An .onnx file.", show_default=False)],
     data: Annotated[Path, typer.Argument(help="A .parquet or .npz file.", show_default=False)],
-    device: Devices = None,
+    device: Annotated[
+        list[str] | None, typer.Option(help="A device to build for; those of this machine by default.")
+    ] = None,
     label: Annotated[list[str] | None, typer.Option(help="Label column of each output, in order.")] = None,
     budget: Annotated[float, typer.Option(help="Largest accepted relative increase of the loss.")] = 0.0002,
     output: Annotated[Path, typer.Option("--output", "-o", help="The run file to write.")] = Path("RUN.yaml"),

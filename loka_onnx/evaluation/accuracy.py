@@ -132,7 +132,6 @@ def evaluate_outputs(
         difference = _difference(spec, before, after, truth, paired, confidence)
         slices, left_out = slice_differences(paired, units.slices, spec, confidence)
         basis = units.basis(paired)
-        judgement = judge(spec, difference, basis)
         evaluations.append(
             OutputEvaluation(
                 output=spec.name,
@@ -140,16 +139,12 @@ def evaluate_outputs(
                 metrics=_metrics(spec, after, truth),
                 difference=difference,
                 budget=spec.budget,
-                budget_status=judgement.budget_status,
-                rows_to_decide=judgement.rows_to_decide,
                 slices=slices,
                 slices_left_out=left_out,
                 calibration=_calibration(after, truth) if units.curves else (),
                 drift=_drift(before, after) if units.curves else {},
-                because=judgement.because,
-                guards=judgement.guards,
                 basis=basis,
-                remarks=judgement.remarks,
+                **vars(judge(spec, difference, basis)),
             )
         )
     return tuple(evaluations)
@@ -227,9 +222,7 @@ def _difference(
             area = auc_difference(before.raw, after.raw, truth.labels, truth.weights, truth.groups)
     return PairedDifference(
         denominator=paired.denominator,
-        delta_ne=change.delta_ne,
-        kl=change.kl,
-        labelled=change.labelled,
+        **vars(change),
         delta_auc=area,
         delta_prediction_ratio=moved,
         delta_rmse=math.sqrt(weighted_mean(np.square(delta), truth.weights)),

@@ -59,19 +59,13 @@ def judge(spec: OutputSpec, difference: PairedDifference, basis: Basis) -> Budge
             guards.append(Guard(name, limit, held))
     is_small = difference.kl.upper < SMALL_KL * spec.budget
     basis_remarks = _basis_remarks(difference.judged.rows, basis, is_small=is_small)
-    remarks = [*_guard_remarks(guards, difference), *basis_remarks]
-    missed = tuple(guard for guard in guards if guard.status != BudgetStatus.WITHIN)
-    if basis.units < LEAST_UNITS:
-        because = (Because.FEW_UNITS, *(guard.name for guard in missed))
-        return BudgetVerdict(BudgetStatus.UNDECIDED, because, tuple(guards), None, tuple(remarks))
+    remarks = (*_guard_remarks(guards, difference), *basis_remarks)
+    because = tuple(guard.name for guard in guards if guard.status != BudgetStatus.WITHIN)
     status = worst([budget_status(difference.judged, spec.budget), *(guard.status for guard in guards)])
-    return BudgetVerdict(
-        status,
-        tuple(guard.name for guard in missed),
-        tuple(guards),
-        _rows_to_decide(spec, difference, guards) if status == BudgetStatus.UNDECIDED else None,
-        tuple(remarks),
-    )
+    rows = _rows_to_decide(spec, difference, guards) if status == BudgetStatus.UNDECIDED else None
+    if basis.units < LEAST_UNITS:
+        status, because, rows = BudgetStatus.UNDECIDED, (Because.FEW_UNITS, *because), None
+    return BudgetVerdict(status, because, tuple(guards), rows, remarks)
 
 
 def too_few(rows: int, units: int, *, is_grouped: bool) -> str:
@@ -126,12 +120,11 @@ def _rows_to_decide(spec: OutputSpec, difference: PairedDifference, guards: Sequ
         (difference.judged, spec.budget),
         *((difference.guarded(guard.name), guard.limit) for guard in guards),
     ]
-    needed = []
-    for measured, limit in held:
-        if measured is None:
-            return None
-        if budget_status(measured, limit) == BudgetStatus.UNDECIDED:
-            needed.append(rows_to_decide(measured, limit))
+    needed = [
+        None if measured is None else rows_to_decide(measured, limit)
+        for measured, limit in held
+        if measured is None or budget_status(measured, limit) == BudgetStatus.UNDECIDED
+    ]
     known = [rows for rows in needed if rows is not None]
     return max(known) if known and len(known) == len(needed) else None
 

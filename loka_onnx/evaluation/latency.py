@@ -24,7 +24,7 @@ import psutil
 
 from loka_onnx.core.evaluation import InputPlace, Latency
 from loka_onnx.core.progress import collector_paused
-from loka_onnx.errors import StageError
+from loka_onnx.errors import EngineError, StageError
 from loka_onnx.sessions.runner import Runner, to_users
 
 Array = npt.NDArray[Any]
@@ -100,16 +100,11 @@ def measure_latency(
     device: str,
     counts_for_choice: bool,
 ) -> tuple[Latency, ...]:
-    """Return the latency of one engine by batch size; StageError if it fails. See `measure_interleaved`."""
-    latencies: tuple[Latency, ...] = ()
-    for batch in batches:
-        requests = [make_inputs(batch) for _ in range(options.input_sets)]
-        timed = _time_in_turns({"": prepare}, requests, options)
-        for failure in timed.failures.values():
-            raise failure
-        latencies += (timed.latency("", batch, device, counts_for_choice),)
-        options.on_batch()
-    return latencies
+    """Return the latency of one engine by batch size; EngineError if it fails. See `measure_interleaved`."""
+    timed = measure_interleaved({"": prepare}, make_inputs, batches, options, device, counts_for_choice)
+    for failure in timed.failures.values():
+        raise EngineError(failure)
+    return timed.latencies[""]
 
 
 def measure_interleaved(

@@ -62,7 +62,7 @@ def predict(
     batches: Iterable[Batch],
     outputs: tuple[str, ...],
     columns: tuple[str, ...] = (),
-    progress: Callable[[int], None] | None = None,
+    progress: Callable[[int], None] = lambda done: None,
 ) -> Predictions:
     """Run an engine over every batch, one at a time or in `Streams`, and keep the named outputs and columns.
 
@@ -98,8 +98,7 @@ def predict(
                 )
             parts.append(batch.columns[name])
         done += rows
-        if progress is not None:
-            progress(done)
+        progress(done)
     if done == 0:
         raise DataError("E1013 there are no rows to predict", remedy="check the split and its filters")
     return Predictions(

@@ -13,7 +13,6 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from loka_onnx.config import ModelConfig
 from loka_onnx.core.artifact import ModelArtifact, TensorSpec
@@ -302,7 +301,8 @@ def build_torch_model(config: ModelConfig, directory: Path) -> TorchModel:
         "arguments": json.dumps(config.arguments),
         "checkpoint": digest_file(config.checkpoint) if config.checkpoint else "",
     }
-    inputs = tuple(_spec(name, array) for name, array in example.items())
+    arrays = {name: np.asarray(array) for name, array in example.items()}
+    inputs = tuple(TensorSpec(n, a.dtype.name, (None, *map(int, a.shape[1:]))) for n, a in arrays.items())
     return TorchModel(module.eval(), inputs, digest_json(key))
 
 
@@ -316,11 +316,6 @@ def _load_weights(module: nn.Module, checkpoint: Path, reference: str) -> None:
     state = load_checkpoint(checkpoint)
     with misfit.in_place_of(RuntimeError, words=lambda error: " ".join(str(error).split())[:300]):
         module.load_state_dict(state)
-
-
-def _spec(name: str, array: npt.NDArray[Any]) -> TensorSpec:
-    values = np.asarray(array)
-    return TensorSpec(name, values.dtype.name, (None, *(int(d) for d in values.shape[1:])))
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from loka_onnx.config import BuildConfig, Executor, RunConfig
+from loka_onnx.config import Executor, RunConfig
 from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.backends import Fusions
 from loka_onnx.core.correction import CorrectionSet
@@ -60,11 +60,6 @@ class Candidate:
     def base(self) -> Precision:
         """Precision of everything that is not FP8 in the graph for this backend."""
         return self.backend.base_precision(self.plan)
-
-    @property
-    def fusions(self) -> Fusions:
-        """Fusions that decide where Q/DQ are placed; empty for a plan without FP8."""
-        return self.backend.spec.fusions if self.plan.quantized_sites else Fusions()
 
     @property
     def directory(self) -> str:
@@ -181,7 +176,9 @@ class EngineBuilder:
         except TransformError as error:
             return partial(backend.failure, plan, candidate.target, architecture, str(error))
         if not away:
-            return partial(engine_cache(self._config.build).build, backend, request)
+            build = self._config.build
+            cache = EngineCache(build.cache or cache_directory() / "engines", int(build.cache_gb * 1e9))
+            return partial(cache.build, backend, request)
         origin = JobOrigin(
             run=self._config.name,
             candidate=candidate.directory,
@@ -254,12 +251,14 @@ class EngineBuilder:
 
     def _planned_model(self, model: ModelArtifact, candidate: Candidate) -> PlannedModel:
         """Write the plan into a model in the form that the backend asks for; once for each form."""
-        plan, fusions, shared = candidate.plan, candidate.fusions, self._shared(candidate)
+        plan, backend, shared = candidate.plan, candidate.backend, self._shared(candidate)
+        # Fusions decide where Q/DQ are placed.
+        fusions = backend.spec.fusions if plan.quantized_sites else Fusions()
         key = (plan.id, candidate.base, fusions, shared)
         if key not in self._planned:
             name = f"{plan.id}-{candidate.base}{'-request' if shared else ''}"
             if name in self._logs:
-                name = f"{name}-{candidate.backend.name}"
+                name = f"{name}-{backend.name}"
             target = self._root / "planned" / name / "model.onnx"
             form = PlanForm(candidate.base, fusions, self.corrections.accepted(plan.id), shared)
             planned = apply_plan(model, plan, form, target)
@@ -275,11 +274,6 @@ class EngineBuilder:
 
 def _files_below(*places: Path) -> list[Path]:
     return [file for place in places for file in sorted(place.rglob("*")) if file.is_file()]
-
-
-def engine_cache(settings: BuildConfig) -> EngineCache:
-    """Return the cache of engines."""
-    return EngineCache(settings.cache or cache_directory() / "engines", int(settings.cache_gb * 1e9))
 
 
 @dataclass
@@ -302,8 +296,8 @@ class Additions:
         self.files += builder.files(built)
         return built.engines.engines
 
-    def describe(self, added: RefinedRun) -> RefinedRun:
-        """Return what was added with its corrections and rewrites."""
+    def completed(self, added: RefinedRun) -> RefinedRun:
+        """Return what was added, with the corrections and rewrites of its builds."""
         return replace(added, corrections=self.corrections, rewrites=self.rewrites)
 
 
@@ -352,14 +346,11 @@ def build_engines(
         return on_cluster and any(e.status is BuildStatus.WAITING for e in earlier.engines.engines)
 
     def files(written: list[Path]) -> list[Path]:
-        return [*written, *_files_below(context.path("planned"), context.path("engines")), *_job_files(jobs)]
+        # Results of jobs are written by other hosts.
+        of_jobs = (f for f in _files_below(jobs) if f.relative_to(jobs).parts[1:2] not in {(), (RESULT,)})
+        return [*written, *_files_below(context.path("planned"), context.path("engines")), *of_jobs]
 
     return context.directory.document(BUILD, reads, lambda: builder.build(source), files, again=is_waiting)
-
-
-def _job_files(jobs: Path) -> list[Path]:
-    """Files of jobs without their results, which other hosts write."""
-    return [file for file in _files_below(jobs) if file.relative_to(jobs).parts[1:2] not in {(), (RESULT,)}]
 
 
 def results_of_jobs(jobs: Path) -> dict[str, str]:

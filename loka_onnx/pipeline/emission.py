@@ -59,14 +59,6 @@ output that the simulation of its plan showed."""
 
 
 @dataclass(frozen=True)
-class Report:
-    """Facts of a report, and its files."""
-
-    data: ReportData
-    files: tuple[Path, ...]
-
-
-@dataclass(frozen=True)
 class Results:
     """Everything that a run found, before it is emitted."""
 
@@ -116,8 +108,8 @@ def choose_engines(context: Context, results: Results) -> Choice:
 
 def write_report(
     judging: Judging, results: Results, choice: Choice, notes: Sequence[str], label_rule: str = ""
-) -> Report:
-    """Collect the facts of the report and write it → `report.json`, `report.md`, `report.html`.
+) -> tuple[ReportData, tuple[Path, ...]]:
+    """Collect the facts of the report, and write its files → `report.json`, `report.md`, `report.html`.
 
     `notes` are facts of the model and of the run for the reader; `label_rule` says what the labels mean.
     """
@@ -131,16 +123,8 @@ def write_report(
     data = ReportData(
         title=context.config.name,
         exported=context.exported,
-        modified=model,
-        profile=results.profile,
-        plans=results.plans,
-        rewrites=results.rewrites,
-        engines=results.engines.engines,
-        evaluations=results.evaluations,
+        **{**vars(results), "engines": results.engines.engines},
         choice=choice,
-        corrections=results.corrections,
-        refinement=results.refinement,
-        throughput=results.throughput,
         data=DataDescription(
             tuple(SplitDescription(name, d.name, d.rows, d.digest, rule, d.path.name) for name, d in named),
             label_rule or ", ".join(labels),
@@ -155,7 +139,7 @@ def write_report(
     # Of another schema it is written anew, from equal facts too.
     reads = {"schema": ReportData.SCHEMA, "facts": serde.to_plain(data)}
     context.directory.stage("report", reads, lambda: render(data, root), lambda: files)
-    return Report(data, files)
+    return data, files
 
 
 def notes_of(judging: Judging) -> tuple[str, ...]:

@@ -12,8 +12,8 @@ import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
-from pathlib import Path, PurePosixPath
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -79,14 +79,11 @@ def write_job(directory: Path, request: BuildRequest, origin: JobOrigin) -> Buil
         rows = tuple(_write_rows(new, split) for split in origin.rows)
         timed = None if origin.timed is None else _write_rows(new, origin.timed)
         job = BuildJob(
-            run=origin.run,
-            candidate=origin.candidate,
-            backend=origin.backend,
+            **{**vars(origin), "rows": rows, "timed": timed},
             target=request.target,
             architecture=request.architecture,
             plan=request.plan,
             sites=request.sites,
-            part=origin.part,
             model=Path(_MODEL) / request.model.name,
             model_digest=request.plan.model_digest,
             sample=Path(_SAMPLE),
@@ -94,12 +91,8 @@ def write_job(directory: Path, request: BuildRequest, origin: JobOrigin) -> Buil
             timeout_seconds=request.limits.seconds,
             memory_bytes=request.limits.memory_bytes,
             options=dict(request.options),
-            outputs=origin.outputs,
-            rows=rows,
             files=list_files(new, JOB),
             version=version("loka-onnx"),
-            timed=timed,
-            inputs=origin.inputs,
         )
         try:
             is_there = read_job(directory) == job
@@ -187,50 +180,43 @@ def _write_rows(directory: Path, split: SplitRows) -> JobRows:
 # Closed-world directories ---------------------------------------------------------------------------
 
 
-def list_files(directory: Path, document: str) -> dict[str, str]:
-    """SHA-256 of every file below a directory but its document, by path relative to it."""
-    return {name: digest_file(directory / name) for name in sorted(_names(directory, ())) if name != document}
+def list_files(directory: Path, document: str, besides: Collection[str] = ()) -> dict[str, str]:
+    """SHA-256 of every file below a directory but its document, by path relative to it.
+
+    `besides` are names of directories at its top that are no part of it. ModelError for a link or device.
+    """
+    files = dict[str, str]()
+    for path in directory.rglob("*"):
+        name = path.relative_to(directory).as_posix()
+        top = name.partition("/")[0]
+        # What is being written there has a hidden name that begins with its own (`engines.publishing`).
+        if any(top == other or top.startswith(f".{other}.") for other in besides):
+            continue
+        if path.is_symlink() or not (path.is_file() or path.is_dir()):
+            _refuse(directory, f"'{name}' is neither a file nor a directory", "links are refused")
+        if path.is_file() and name != document:
+            files[name] = digest_file(path)
+    return dict(sorted(files.items()))
 
 
 def verify_files(
     directory: Path, files: Mapping[str, str], document: str, besides: Collection[str] = ()
 ) -> None:
-    """Hold a directory, in which nothing may be a link, against SHA-256 by path that its document lists.
+    """Hold a directory against SHA-256 by path that its document lists; `besides` as of `list_files`.
 
-    `besides` are names of directories at its top that are no part of it. Raises ModelError for a path that
-    leaves the directory, and for a missing, extra, altered or special file.
+    Raises ModelError for a missing, extra, altered or special file; a path that leaves it is of none in it.
     """
-    for name in files:
-        path = PurePosixPath(name)
-        if path.is_absolute() or ".." in path.parts or path.as_posix() != name:
-            _refuse(directory, f"'{document}' lists a path that leaves the directory", repr(name))
-    names = _names(directory, besides)
-    for name in sorted(names - set(files) - {document}):
-        _refuse(directory, f"file '{name}' is not listed in '{document}'", f"{len(files)} files are listed")
-    for name, digest in sorted(files.items()):
-        if name not in names:
+    present = list_files(directory, document, besides)
+    for name in sorted({*files, *present}):
+        if name not in files:
+            evidence = f"{len(files)} files are listed"
+            _refuse(directory, f"file '{name}' is not listed in '{document}'", evidence)
+        if name not in present:
             _refuse(directory, f"file '{name}' is missing", f"'{document}' lists it")
-        actual = digest_file(directory / name)
-        if actual != digest:
-            evidence = f"its SHA-256 is {actual[:16]}…, '{document}' says {digest[:16]}…"
+        if present[name] != files[name]:
+            evidence = f"its SHA-256 is {present[name][:16]}…, '{document}' says {files[name][:16]}…"
             _refuse(directory, f"file '{name}' was altered", evidence)
 
 
-def _names(directory: Path, besides: Collection[str]) -> set[str]:
-    names = set()
-    for path in directory.rglob("*"):
-        relative = path.relative_to(directory)
-        # What is being written there has a hidden name that begins with its own (`engines.publishing`).
-        if any(relative.parts[0] == name or relative.parts[0].startswith(f".{name}.") for name in besides):
-            continue
-        if path.is_symlink() or not (path.is_file() or path.is_dir()):
-            _refuse(
-                directory, f"'{relative.as_posix()}' is neither a file nor a directory", "links are refused"
-            )
-        if path.is_file():
-            names.add(relative.as_posix())
-    return names
-
-
-def _refuse(directory: Path, what: str, evidence: str) -> None:
+def _refuse(directory: Path, what: str, evidence: str) -> NoReturn:
     raise ModelError(what, where=str(directory), evidence=evidence, remedy="copy the whole directory again")

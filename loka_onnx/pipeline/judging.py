@@ -176,7 +176,8 @@ class Judging:
         open or fail, or whose lookup does.
         """
         # The most exact first: they win ties.
-        ready = sorted((e for e in engines if e.status is BuildStatus.READY), key=_eight_bit_sites)
+        ready = [engine for engine in engines if engine.status is BuildStatus.READY]
+        ready.sort(key=lambda engine: sum(site.planned in EIGHT_BITS for site in engine.sites))
         kinds = sorted({_kind(e) for e in ready}, key=str)
         sizes, done = len(kinds) * FIRST_LOADS * len(self.context.config.batch.serve), count(1)
         progress = self.context.progress
@@ -301,10 +302,6 @@ class _Kind:
     def counts(self) -> bool:
         """The latency is that of the target: its own device, nothing simulated."""
         return self.is_target and not self.is_simulated
-
-
-def _eight_bit_sites(engine: EngineArtifact) -> int:
-    return sum(site.planned in EIGHT_BITS for site in engine.sites)
 
 
 def _kind(engine: EngineArtifact) -> _Kind:

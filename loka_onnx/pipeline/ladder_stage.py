@@ -122,7 +122,7 @@ def _attempt(judging: Judging, results: Results, number: int, missed: Sequence[s
         engines = additions.build(plans, only)
         ids = {engine.id for engine in engines}
         judged = tuple(e for e in judging.judge_attempt(engines, number) if e.engine in ids)
-        return additions.describe(RefinedRun(plans, engines, evaluations=EvaluationSet(judged)))
+        return additions.completed(RefinedRun(plans, engines, evaluations=EvaluationSet(judged)))
 
     reads = {
         "missed": missed,

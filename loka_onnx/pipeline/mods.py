@@ -9,7 +9,6 @@ from typing import Any
 
 from loka_onnx.config import RunConfig, WeightGranularity
 from loka_onnx.core import serde
-from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.digests import digest_json
 from loka_onnx.core.profile import Profile
 from loka_onnx.core.recipe import Granularity
@@ -31,30 +30,23 @@ from loka_onnx.transforms.sequence import DEFAULT_MODS, Rewritten, apply_mods
 
 
 @dataclass(frozen=True)
-class ModdedModel:
-    """A model after mods, and what was rewritten."""
-
-    model: ModelArtifact
-    log: RewriteLog
-
-
-@dataclass(frozen=True)
-class MeasuredModel(ModdedModel):
+class MeasuredModel(Rewritten):
     """A model after mods, with its profile."""
 
     profile: Profile
 
 
 @dataclass(frozen=True)
-class SplitModel(ModdedModel):
+class SplitModel(Rewritten):
     """A model after all mods, with the error that split sites were to keep."""
 
     left: HighErrorChannels
 
 
 HIGH_ERROR_CHANNELS = "model/loud-channels.json"
+_MODIFIED = "model/modified.onnx"
 _MERGED = {"model": "model/merged.json", "log": "model/merged-mods.json"}
-MODS = Stage("mods", _MERGED, ModdedModel)
+MODS = Stage("mods", _MERGED, Rewritten)
 MEASURED_MODS = Stage("mods", {**_MERGED, "profile": "calibration/merged.json"}, MeasuredModel)
 HIGH_ERROR = Stage(
     "loud channels",
@@ -63,9 +55,11 @@ HIGH_ERROR = Stage(
 )
 
 
-def modify(context: Context) -> ModdedModel:
+def modify(context: Context) -> Rewritten:
     """Apply the mods but for high-error channels, each checked on calibration rows → `model/merged.json`."""
-    return context.directory.document(MODS, _reads(context), lambda: _modified(context))
+    return context.directory.document(
+        MODS, _reads(context), lambda: rewrite(context, context.path(_MODIFIED))
+    )
 
 
 def modify_and_measure(context: Context, profile: Profile, probing: Probing) -> MeasuredModel:
@@ -74,7 +68,7 @@ def modify_and_measure(context: Context, profile: Profile, probing: Probing) -> 
     reads |= {"profile": digest_json(serde.to_plain(profile)), "measured": probing.key(context.exported)}
 
     def make() -> MeasuredModel:
-        modified = _modified(context)
+        modified = rewrite(context, context.path(_MODIFIED))
         return MeasuredModel(modified.model, modified.log, probing.changed(modified.model, profile))
 
     return context.directory.document(MEASURED_MODS, reads, make)
@@ -89,12 +83,7 @@ def _reads(context: Context) -> dict[str, Any]:
     }
 
 
-def _modified(context: Context) -> ModdedModel:
-    rewritten = rewrite(context, context.path("model/modified.onnx"))
-    return ModdedModel(rewritten.model, rewritten.log)
-
-
-def split_high_error(context: Context, merged: ModdedModel, left: Mapping[str, float]) -> SplitModel:
+def split_high_error(context: Context, merged: Rewritten, left: Mapping[str, float]) -> SplitModel:
     """Split high-error channels off the sites that may keep the part `left` of it → `model/modified.json`."""
     formats = [format.of_weights for format in planned_formats(context.config)]
 

@@ -103,7 +103,7 @@ def look_ahead(context: Context) -> Outlook:
         return Outlook(advice=(*_budgets(context), *_room(context)))
     blocked = {b.name: b.build_blocker(a) for _, b, a in buildable(context.config) if b.name != "onnxruntime"}
     unknown = tuple(name for name, blocker in blocked.items() if not blocker)
-    advice = (*_budgets(context), *_rows(context, trial), *_unjudged(trial), *_room(context, unknown))
+    advice = (*_budgets(context), *_accuracy(context, trial), *_room(context, unknown))
     return Outlook(_seconds(context, trial), unknown, advice)
 
 
@@ -183,7 +183,7 @@ def _timing(request: float) -> float:
     return FIRST_LOADS * repeats * request
 
 
-def _rows(context: Context, trial: Trial) -> Iterator[str]:
+def _accuracy(context: Context, trial: Trial) -> Iterator[str]:
     for spec in context.specs:
         rows, half = context.judged_rows["certification"], trial.half_widths.get(spec.name, 0.0)
         width = half * math.sqrt(trial.rows / rows)
@@ -194,9 +194,6 @@ def _rows(context: Context, trial: Trial) -> Iterator[str]:
                 f"the bound cannot come under about {float(f'{width:.1g}'):.2%}, and the budget is "
                 f"{spec.budget:.3%}: give about {float(f'{needed:.1g}'):,.0f} rows, or fewer products can be"
             )
-
-
-def _unjudged(trial: Trial) -> Iterator[str]:
     if trial.unjudged:
         names = ", ".join(f"'{name}'" for name in trial.unjudged)
         yield f"low precision changes {names}, not under `outputs`: no budget bounds by how much"

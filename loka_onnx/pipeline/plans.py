@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from loka_onnx.config import PlanId, RunConfig, ScaleRule, TargetConfig
 from loka_onnx.core.artifact import ModelArtifact
+from loka_onnx.core.devices import CPU
 from loka_onnx.core.formats import INT8, UINT8, NumberFormat, Precision
 from loka_onnx.core.plan import EIGHT_BITS, MIXED, Climbs, Decision, PlanSet, PrecisionPlan, Verdict
 from loka_onnx.core.profile import Profile
@@ -23,7 +24,6 @@ from loka_onnx.planning.site_speed import DeviceTimings
 from loka_onnx.planning.timings import known_timings
 
 PLAN = Stage("plan", "plan.json", PlanSet)
-CPU = "cpu"
 _PERCENTILE = "percentile-99.99"
 _RULES = {
     ScaleRule.AMAX: (AMAX,),
@@ -43,21 +43,22 @@ def planned_formats(config: RunConfig) -> tuple[NumberFormat, ...]:
     competes.
     """
     float8 = config.plan.format.number_format
-    able, taken = (defaultdict[str, set[NumberFormat]](set) for _ in range(2))
+    multiplied, declared = (defaultdict[str, set[NumberFormat]](set) for _ in range(2))
     for target, backend, architecture in buildable(config):
-        taken[target.device] |= {*backend.spec.formats_on(architecture)}
-        able[target.device] |= {f for f in (float8, INT8, UINT8) if multiplies(backend, architecture, f)}
+        known = {f for f in (float8, INT8, UINT8) if multiplies(backend, architecture, f)}
+        multiplied[target.device] |= known
+        declared[target.device] |= {*backend.spec.formats_on(architecture)}
     plans = config.plan.plans
     asked = {*(config.plan.formats or (precision for plan in plans or () for precision in plan.precisions))}
-    is_alone = bool(asked) and Precision.FP8 not in asked
-    is_mixed = {*EIGHT_BITS} <= asked and PlanId.MIXED in (plans or (PlanId.MIXED,))
-    needs = [d for d, formats in able.items() if is_alone or is_mixed or float8 not in formats]
-    is_symmetric = any(INT8 in taken[device] and UINT8 not in taken[device] for device in needs or able)
-    known = {Precision.FP8: float8, Precision.INT8: INT8 if is_symmetric else UINT8}
+    wants_int8 = bool(asked) and Precision.FP8 not in asked
+    wants_int8 |= {*EIGHT_BITS} <= asked and PlanId.MIXED in (plans or (PlanId.MIXED,))
+    int8_devices = [d for d, formats in multiplied.items() if wants_int8 or float8 not in formats]
+    is_symmetric = any({INT8, UINT8} & declared[d] == {INT8} for d in int8_devices or multiplied)
     if not asked:
-        asked = {Precision.FP8 for formats in able.values() if float8 in formats}
-        asked |= {Precision.INT8 for device in needs if able[device]}
-    return tuple(f for precision, f in known.items() if precision in (asked or {Precision.FP8}))
+        asked = {Precision.FP8 for formats in multiplied.values() if float8 in formats}
+        asked |= {Precision.INT8 for device in int8_devices if multiplied[device]}
+    formats = {Precision.FP8: float8, Precision.INT8: INT8 if is_symmetric else UINT8}
+    return tuple(f for precision, f in formats.items() if precision in (asked or {Precision.FP8}))
 
 
 def multiplies(backend: Backend, architecture: str, format: NumberFormat) -> bool:
@@ -163,35 +164,24 @@ def competing_plans(config: RunConfig, timed: Collection[DeviceTimings] = ()) ->
     is_whole = not config.model.split_sparse
     compiles = is_whole and any(b.untouched and where != CPU for _, b, where in buildable(config))
     untouched = (PlanId.UNTOUCHED,) if compiles else ()
-    fp16 = (PlanId.FP16,) if _runs(config, Precision.FP16) else ()
+    fp16 = (PlanId.FP16,) if _takers(config, Precision.FP16) else ()
     of_format = {
         Precision.FP8: (PlanId.FP8_ALL, PlanId.FP8_SAFE, PlanId.FP8_FAST),
         Precision.INT8: (PlanId.INT8_ALL, PlanId.INT8_SAFE, PlanId.INT8_FAST),
     }
-    here = {target.device for target in config.targets}
-    fast = {
-        of_format[precision][-1]
-        for precision in of_format
-        if any(known.times(precision) for known in timed if known.device in here)
-    }
-    formats = planned_formats(config)
-    quantized = [
-        plan
-        for format in formats
-        for plan in of_format[format.precision]
-        if plan in fast or not plan.endswith("-fast")
-    ]
+    here, formats = {target.device for target in config.targets}, planned_formats(config)
+    quantized = list[PlanId]()
+    for precision in (format.precision for format in formats):
+        *others, fast = of_format[precision]
+        is_timed = any(known.times(precision) for known in timed if known.device in here)
+        quantized += [*others, fast] if is_timed else others
     both = (all(multiplies(backend, at, f) for f in formats) for _, backend, at in buildable(config))
     quantized += [PlanId.MIXED] if len(formats) > 1 and any(both) else []
     return (PlanId.FP32, PlanId.BF16, *fp16, *untouched, *quantized)
 
 
-def _runs(config: RunConfig, precision: Precision) -> bool:
-    """True if a backend of a target runs the whole model in a precision; not on CPUs, which gain no time."""
-    return bool(_takers(config, precision))
-
-
 def _takers(config: RunConfig, precision: Precision) -> set[tuple[str, str]]:
+    """Backends with architectures that run the whole model in a precision; no CPUs, which gain no time."""
     plan = PrecisionPlan(str(precision), "", precision, (), {}, 0.0)
     pairs = ((backend, at) for _, backend, at in buildable(config) if at != CPU)
     return {(backend.name, at) for backend, at in pairs if backend.decline(plan, at) is None}

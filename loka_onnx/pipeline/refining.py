@@ -87,7 +87,7 @@ def refine_engines(judging: Judging, results: Results) -> Results:
 
     def make() -> Rounds:
         rounds = refine(engines, results.plans, bench, settings)
-        return replace(rounds, added=bench.additions.describe(rounds.added))
+        return replace(rounds, added=bench.additions.completed(rounds.added))
 
     reads = {
         **judging.reads(results.engines),

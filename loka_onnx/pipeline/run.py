@@ -27,7 +27,7 @@ from loka_onnx.pipeline.directory import Outcome, RunDirectory
 from loka_onnx.pipeline.emission import Results, choose_engines, emit_bundle, notes_of, write_report
 from loka_onnx.pipeline.judging import Judging
 from loka_onnx.pipeline.ladder_stage import attempt_again, climb_ladders
-from loka_onnx.pipeline.mods import ModdedModel, allowed_errors, modify_and_measure, split_high_error
+from loka_onnx.pipeline.mods import allowed_errors, modify_and_measure, split_high_error
 from loka_onnx.pipeline.outlook import Outlook
 from loka_onnx.pipeline.plans import decide_plans
 from loka_onnx.pipeline.probing import Probing
@@ -39,6 +39,7 @@ from loka_onnx.pipeline.versions import library_versions
 from loka_onnx.planning.choice import check_built
 from loka_onnx.report import ReportData
 from loka_onnx.report.summary import engine_rows, target_rows
+from loka_onnx.transforms.sequence import Rewritten
 
 GIVEN = "run_file"
 """Key, in the record of a run, of what its run file gave and of the directory that it stood in."""
@@ -227,14 +228,15 @@ def _stages(settings: RunSettings, options: RunOptions) -> Iterator[tuple[Stage,
     results = attempt_again(judging, results)
     choice = choose_engines(context, results)
     results = replace(results, throughput=measure_throughput(judging, results, choice))
-    report = write_report(judging, results, choice, (*accepted.notes, *notes_of(judging)), options.label_rule)
-    ended = RunResult(directory.path, choice, report.data, report.files)
+    notes = (*accepted.notes, *notes_of(judging))
+    report, files = write_report(judging, results, choice, notes, options.label_rule)
+    ended = RunResult(directory.path, choice, report, files)
     yield Stage.REPORT, ended
 
-    yield Stage.BUNDLE, replace(ended, bundle=emit_bundle(judging, results, choice, report.files))
+    yield Stage.BUNDLE, replace(ended, bundle=emit_bundle(judging, results, choice, files))
 
 
-def rewrites_of(modified: ModdedModel, split: ModelSplit | None, built: Built) -> dict[str, RewriteLog]:
+def rewrites_of(modified: Rewritten, split: ModelSplit | None, built: Built) -> dict[str, RewriteLog]:
     """Everything that was rewritten, by its place in the report."""
     cut = {} if split is None else {"split": split.log}
     return {"mods": modified.log, **cut, **built.rewrites.logs}

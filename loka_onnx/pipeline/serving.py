@@ -1,4 +1,4 @@
-"""Throughput as a stage of a run: the chosen engines, and the best without FP8, under load."""
+"""Throughput as a stage of a run: the chosen engines, and the best in high precision, under load."""
 
 from __future__ import annotations
 
@@ -95,12 +95,12 @@ def measure_throughput(judging: Judging, results: Results, choice: Choice) -> Th
 def under_load(
     engines: Sequence[EngineArtifact], evidence: Evidence, choice: Choice, batches: Sequence[int]
 ) -> Iterator[Loaded]:
-    """Yield, at each batch size, the chosen engine and the best without FP8 that really run here."""
+    """Yield, at each batch size, the chosen engine and the best in high precision that really run here."""
     here = {
         engine.id: engine for engine in engines if engine.status is BuildStatus.READY and not engine.simulated
     }
     for target in choice.targets:
-        exact = best_without_fp8(target, here.values(), evidence)
+        exact = best_in_high_precision(target, here.values(), evidence)
         for batch in sorted(batches):
             chosen = here.get(target.route(batch))
             if chosen is not None:
@@ -109,15 +109,15 @@ def under_load(
                 yield Loaded(exact, batch, HIGH_PRECISION)
 
 
-def best_without_fp8(
+def best_in_high_precision(
     target: TargetChoice, engines: Iterable[EngineArtifact], evidence: Evidence
 ) -> EngineArtifact | None:
-    """Return the fastest engine without FP8 that competed for a target, inside the budget if possible."""
+    """Return the fastest engine in high precision that competed for a target, inside the budget if any is."""
     competed = {*target.engines, *(loser.engine for loser in target.losers)}
     ranked = [
         (not evidence.is_within_budget(engine), speed.per_row_us, engine)
         for engine in engines
-        if engine.id in competed and not evidence.has_fp8(engine)
+        if engine.id in competed and not evidence.is_quantized(engine)
         if (speed := evidence.speed(engine)) is not None
     ]
     return min(ranked, key=lambda item: item[:2], default=(True, 0.0, None))[2]
@@ -160,9 +160,4 @@ def _measure(judging: Judging, loaded: Loaded) -> Throughput:
             rate = find_highest_rate(served.runs, inputs, options)
         except StageError as error:
             return replace(measured, failure=str(error))
-    return replace(
-        measured,
-        capacity_per_s=rate.capacity_per_s,
-        requests_per_s=rate.requests_per_s,
-        trials=rate.trials,
-    )
+    return replace(measured, **vars(rate))

@@ -33,6 +33,15 @@ class Base:
     wide: Mapping[str, str]
     reason: str = ""
 
+    def decide(self, site: str, usual: str) -> Decision:
+        """Return the decision of a site that is not judged; `usual` is the reason where it is not wide."""
+        precision = Precision.FP32 if site in self.wide else self.precision
+        return Decision(site, precision, None, Verdict.NOT_JUDGED, self.wide.get(site, usual))
+
+    def other_nodes(self, sites: Collection[str]) -> tuple[Wide, ...]:
+        """Return the wide nodes that are no sites."""
+        return tuple(Wide(node, reason) for node, reason in self.wide.items() if node not in sites)
+
 
 class Bases:
     """Base precisions of one model; `protected` nodes stay in FP32 in all its plans, each with the reason.
@@ -145,18 +154,8 @@ def untouched_plan(
     bases = Bases(graph, tensors, protect, named)
     base = bases.chosen(()) if tensors else bases.fixed(Precision.BF16)
     usual = f"everything of the exported model runs in {base.precision}"
-    decisions = tuple(
-        Decision(
-            site.name,
-            Precision.FP32 if site.name in base.wide else base.precision,
-            None,
-            Verdict.NOT_JUDGED,
-            base.wide.get(site.name, usual),
-        )
-        for site in model.sites
-    )
-    sites = {site.name for site in model.sites}
-    wide = tuple(Wide(node, reason) for node, reason in base.wide.items() if node not in sites)
+    decisions = tuple(base.decide(site.name, usual) for site in model.sites)
+    wide = base.other_nodes({site.name for site in model.sites})
     return PrecisionPlan(
         UNTOUCHED, model.digest, base.precision, decisions, {}, 0.0, wide, base.reason, untouched=True
     )

@@ -79,10 +79,10 @@ def not_certified(
     plans: PlanSet,
     options: ChoiceOptions | None = None,
 ) -> tuple[EngineArtifact, ...]:
-    """Return each hardware's last certification attempt with FP8 where none passed; arguments as `choose`."""
+    """Return each hardware's last quantized attempt where none was certified; arguments as of `choose`."""
     evidence = Evidence(evaluations, plans)
     missed = (contest.missed() for contest in _contests(engines, evidence, options))
-    return tuple(engine for engine in missed if engine is not None and evidence.has_fp8(engine))
+    return tuple(engine for engine in missed if engine is not None and evidence.is_quantized(engine))
 
 
 def _contests(
@@ -233,10 +233,10 @@ class _Measured:
             reason = f"fastest of {count} engines inside the budget"
         else:
             reason = "the only engine inside the budget whose speed counts"
-        fp8 = [e for e in self.competing if evidence.has_fp8(e)]
-        if fp8 and not evidence.has_fp8(winner):
-            how = "not surely faster" if any(e in same for e in fp8) else "slower"
-            precisions = dict.fromkeys(p.upper() for e in fp8 for p in evidence.plan(e).precisions)
+        others = [e for e in self.competing if evidence.is_quantized(e)]
+        if others and not evidence.is_quantized(winner):
+            how = "not surely faster" if any(e in same for e in others) else "slower"
+            precisions = dict.fromkeys(p.upper() for e in others for p in evidence.plan(e).precisions)
             reason += f"; {' and '.join(precisions)} {'are' if len(precisions) > 1 else 'is'} {how}"
         return "; ".join([reason, *self._not_competing()])
 
@@ -278,7 +278,7 @@ class _Measured:
         return replace(self._choice(outcome, reason), missed=tuple(e.id for e in judged))
 
     def _high_precision(self, engines: Sequence[EngineArtifact]) -> EngineArtifact:
-        """Return the engine without FP8 that is closest to the exact model; the faster of two alike."""
+        """Return the engine in high precision that is closest to the exact model; the faster of two alike."""
         evidence = self.evidence
 
         def rank(engine: EngineArtifact) -> tuple[int, float]:
@@ -288,7 +288,7 @@ class _Measured:
                 inf if speed is None else speed.per_row_us,
             )
 
-        able = [e for e in engines if not evidence.has_fp8(e) and not e.simulated and not evidence.failure(e)]
+        able = [e for e in engines if not (evidence.is_quantized(e) or e.simulated or evidence.failure(e))]
         best = min(able, key=rank, default=None)
         # Certification does not select the engine; it only decides whether it passes.
         if best is not None and (
@@ -357,14 +357,14 @@ class _Provisional:
         self.built = [e for e in engines if e.is_built]
         # Simulated FP8 would not be fast on the device either.
         self.sound = [e for e in self.built if not e.simulated and not evidence.failure(e)]
-        fp8 = [e for e in self.sound if evidence.has_fp8(e) and evidence.plan_status(e.plan)]
+        able = [e for e in self.sound if evidence.is_quantized(e) and evidence.plan_status(e.plan)]
         # More FP8 is expected to be faster; then fewer departures from the plan.
         selected = max(
-            filter(evidence.competes, fp8),
+            filter(evidence.competes, able),
             key=lambda e: (evidence.plan(e).fp8_share, -len(e.fallbacks)),
             default=None,
         )
-        self.tried = [] if selected is None else evidence.attempts(selected, fp8)
+        self.tried = [] if selected is None else evidence.attempts(selected, able)
 
     def missed(self) -> EngineArtifact | None:
         """Return the last attempt where none passed."""
@@ -394,13 +394,13 @@ class _Provisional:
         return TargetChoice(winner.target, winner.id, winner.plan, reason, self.basis, others, missed=missed)
 
     def _high_precision(self) -> EngineArtifact:
-        """Return the engine without FP8 expected to be fastest, of those not seen outside the budget."""
+        """Return the engine in high precision expected to be fastest, of those not seen beyond the budget."""
         evidence = self.evidence
         able = [
             e
             for e in self.sound
             if evidence.is_exact(e)
-            or not (evidence.has_fp8(e) or evidence.plan_status(e.plan) is False or self._has_missed(e))
+            or not (evidence.is_quantized(e) or evidence.plan_status(e.plan) is False or self._has_missed(e))
         ]
         best = min(able, key=lambda e: FASTER_FIRST.index(evidence.plan(e).base), default=None)
         if best is None:
@@ -431,10 +431,10 @@ class _Provisional:
         status = evidence.plan_status(engine.plan)
         if status is False:
             return "the accuracy of its plan on this host is not inside the budget"
-        if evidence.has_fp8(engine) and status is None:
+        if evidence.is_quantized(engine) and status is None:
             return "the accuracy of its plan was not simulated"
         if engine.plan == winner.plan:
             return f"the same plan as '{winner.id}', which has no more fallbacks"
-        if not evidence.has_fp8(winner):
+        if not evidence.is_quantized(winner):
             return f"{evidence.plan(winner).base} is expected to be faster"
         return f"'{winner.plan}' has no less in FP8, at an accuracy inside the budget"

@@ -99,13 +99,13 @@ class Evidence:
         """Return the engine's plan."""
         return self.plans.plan(engine.plan)
 
-    def has_fp8(self, engine: EngineArtifact) -> bool:
-        """True if the engine's plan has sites in FP8."""
+    def is_quantized(self, engine: EngineArtifact) -> bool:
+        """True if the engine's plan has sites in FP8 or INT8."""
         return bool(self.plan(engine).quantized_sites)
 
     def is_exact(self, engine: EngineArtifact) -> bool:
         """True if the engine's plan is the exact model: FP32 throughout."""
-        return self.plan(engine).base is Precision.FP32 and not self.has_fp8(engine)
+        return self.plan(engine).base is Precision.FP32 and not self.is_quantized(engine)
 
     def competes(self, engine: EngineArtifact) -> bool:
         """True if the engine may be selected; a replacement of a plan that missed may not."""
@@ -139,9 +139,9 @@ class Evidence:
         return "simulated, inside the budget" if engine.simulated else "inside the budget"
 
     def exactness(self, engine: EngineArtifact) -> tuple[bool, float, int]:
-        """Return a sort key, the most exact engine first: no FP8, less FP8, a wider base."""
+        """Return a sort key, the most exact engine first: no eight bits, fewer of them, a wider base."""
         return (
-            self.has_fp8(engine),
+            self.is_quantized(engine),
             self.plan(engine).fp8_share,
             -FASTER_FIRST.index(self.plan(engine).base),
         )
@@ -149,13 +149,13 @@ class Evidence:
     def predictions(
         self, engines: Collection[EngineArtifact]
     ) -> tuple[tuple[PredictedTime, ...], dict[str, str]]:
-        """Return predicted and measured times of engines with FP8; and by engine id why there are none.
+        """Return predicted and measured times of quantized engines; and by engine id why there are none.
 
-        A plan's prediction covers its products; the rest is taken from an engine without FP8 of the same
+        A plan's prediction covers its products; the rest is taken from one in high precision of the same
         backend and base precision (`expected_latency.expected_us`).
         """
         times, why_not = [], {}
-        for engine, exact in self._of_fp8(engines):
+        for engine, exact in self._pairs(engines):
             speed, measured = self.speed(engine), self.speed(exact)
             if speed is None:
                 continue
@@ -169,15 +169,15 @@ class Evidence:
                     times.append(PredictedTime(engine.id, engine.plan, batch, us, taken))
         return tuple(times), why_not
 
-    def _of_fp8(self, engines: Collection[EngineArtifact]) -> Iterator[tuple[EngineArtifact, EngineArtifact]]:
-        """Yield engines with FP8, each with the first one that differs in that alone."""
+    def _pairs(self, engines: Collection[EngineArtifact]) -> Iterator[tuple[EngineArtifact, EngineArtifact]]:
+        """Yield quantized engines, each with the first one that differs in that alone."""
 
         def kind(engine: EngineArtifact) -> tuple[str, str, str, Precision]:
             return (engine.target, engine.backend, engine.architecture, self.plan(engine).base)
 
-        exact = {kind(engine): engine for engine in reversed(tuple(engines)) if not self.has_fp8(engine)}
+        exact = {kind(engine): engine for engine in reversed(tuple(engines)) if not self.is_quantized(engine)}
         for engine in engines:
-            if self.has_fp8(engine) and kind(engine) in exact:
+            if self.is_quantized(engine) and kind(engine) in exact:
                 yield engine, exact[kind(engine)]
 
 

@@ -136,18 +136,6 @@ def units_of(names: Collection[str], groups: Iterable[Unit]) -> tuple[Unit, ...]
     return (*units, *(frozenset({name}) for name in sorted(left)))
 
 
-@dataclass
-class _Rest:
-    """Remaining allowance: `surely` by the upper ends of reallocated costs, `at_best` by the lower ones."""
-
-    surely: float = 1.0
-    at_best: float = 1.0
-
-    def spend(self, most: float, least: float) -> None:
-        self.surely -= most
-        self.at_best -= least
-
-
 class _Judges:
     """Bounds and verdicts of one model; any bound fails with `risk`; `flops` are of competing products."""
 
@@ -169,13 +157,15 @@ class _Judges:
 
     def products(self) -> dict[str, SiteVerdict]:
         verdicts: dict[str, SiteVerdict] = {}
-        rest = _Rest()
+        # What is left of the allowance, by the upper ends of the costs and by the lower ones.
+        surely = at_best = 1.0
         waiting: list[Unit] = []
         for unit in self._units:
             if unit in self._tested.shown:
                 # Both bounds hold: the share, and the one that is simultaneous with all others.
                 costs = self._costs.of(unit, self._bounds_risk)
-                rest.spend(min(self._share(unit), _most(costs)), _least(costs))
+                surely -= min(self._share(unit), _most(costs))
+                at_best -= _least(costs)
                 verdicts |= {name: self._inside_share(name, unit) for name in unit}
             else:
                 waiting.append(unit)
@@ -183,9 +173,9 @@ class _Judges:
         queue = set[Unit]()
         for unit in waiting:
             part = unit
-            while len(part) > 1 and _most(self._bounds(part)) > rest.surely:
+            while len(part) > 1 and _most(self._bounds(part)) > surely:
                 leaver = self._dearest(part)
-                verdicts[leaver] = self._against_rest(leaver, part, rest)
+                verdicts[leaver] = self._against_rest(leaver, part, surely, at_best)
                 part -= {leaver}
             queue.add(part)
         while queue:
@@ -193,12 +183,12 @@ class _Judges:
             unit = min(queue, key=lambda unit: (self._price(unit), sorted(unit)))
             queue.remove(unit)
             most, least = _most(self._bounds(unit)), _least(self._bounds(unit))
-            if most <= rest.surely:
-                verdicts |= {name: self._against_rest(name, unit, rest) for name in unit}
-                rest.spend(most, least)
+            if most <= surely:
+                verdicts |= {name: self._against_rest(name, unit, surely, at_best) for name in unit}
+                surely, at_best = surely - most, at_best - least
                 continue
             leaver = self._dearest(unit)
-            verdicts[leaver] = self._against_rest(leaver, unit, rest)
+            verdicts[leaver] = self._against_rest(leaver, unit, surely, at_best)
             queue |= {unit - {leaver}} - {Unit()}
         return verdicts
 
@@ -247,13 +237,13 @@ class _Judges:
         words = self._in_words(cost, Unit({site}), site)
         return SiteVerdict(verdict, f"{words}, {_RELATIONS[verdict]} its share {self._kl_of(share, cost)}")
 
-    def _against_rest(self, site: str, unit: Unit, rest: _Rest) -> SiteVerdict:
+    def _against_rest(self, site: str, unit: Unit, surely: float, at_best: float) -> SiteVerdict:
         """Judge a site whose unit is not inside its share."""
         costs = self._bounds(unit)
-        verdict = _verdict(costs, rest.surely, rest.at_best)
-        cost = _worst(costs, rest.at_best)
+        verdict = _verdict(costs, surely, at_best)
+        cost = _worst(costs, at_best)
         whose = "its" if len(unit) == 1 else "their"
-        left = self._kl_of(max(rest.surely, 0.0), cost)
+        left = self._kl_of(max(surely, 0.0), cost)
         share = self._kl_of(self._share(unit), cost)
         return SiteVerdict(
             verdict,

@@ -93,7 +93,7 @@ class Ladder:
         return Reverted(self.plan_of(plan, left, device), returned)
 
     def rungs(self, sites: Collection[str], device: str = "") -> tuple[Unit, ...]:
-        """Return microseconds per row that a unit and its quantize steps save, mean over batch sizes."""
+        """Return nested sets of sites, ascending: the forced ones, then one more unit each."""
         lowest = Unit(self._forced.intersection(sites))
         return tuple(accumulate(self._ordered(sites, device), Unit.union, initial=lowest))
 

@@ -19,7 +19,6 @@ from loka_onnx.core.plan import (
     Protection,
     SiteSpeed,
     Verdict,
-    Wide,
     kind_of,
     quantized_precisions,
 )
@@ -101,11 +100,8 @@ def make_plans(
     planners = {kind: Planner(model, profile, outputs, recipes, options, kind) for kind in kinds}
     # Plans in high precision are the same for each.
     first = next(iter(planners.values()))
-
-    def planner_of(plan_id: str) -> Planner:
-        return planners.get(kind_of(plan_id), first)
-
-    plans = tuple(plan for plan_id in options.plans for plan in planner_of(plan_id).plans(plan_id))
+    makers = ((name, planners.get(kind_of(name), first)) for name in options.plans)
+    plans = tuple(plan for name, planner in makers for plan in planner.plans(name))
     notes = dict.fromkeys(note for planner in planners.values() for note in planner.notes)
     speeds = tuple(speed for kind, of in planners.items() if kind != MIXED for speed in of.speeds)
     share = able_share(model, sum(first.flops.values()))
@@ -303,7 +299,6 @@ class Planner:
 
     def _plan(self, plan_id: str, base: Base, decisions: tuple[Decision, ...]) -> PrecisionPlan:
         chosen = {d.site for d in decisions if d.precision.is_quantized}
-        sites = {d.site for d in decisions}
         outputs = self.outputs if quantized_precisions(plan_id) else ()
         return PrecisionPlan(
             id=plan_id,
@@ -312,7 +307,7 @@ class Planner:
             decisions=decisions,
             predicted_kl={spec.name: self.costs.predicted(chosen, spec) for spec in outputs},
             fp8_share=share_of(chosen, self.flops),
-            wide=tuple(Wide(node, reason) for node, reason in base.wide.items() if node not in sites),
+            wide=base.other_nodes({d.site for d in decisions}),
             base_reason=base.reason,
             predicted_us={
                 device: predicted
@@ -392,13 +387,11 @@ class Planner:
     ) -> Decision:
         """Return a site's decision, `quantized` or in the base; plans in high precision judge norms only."""
         name, precision = site.name, base.precision
-        if name in base.wide:
-            return Decision(name, Precision.FP32, None, Verdict.NOT_JUDGED, base.wide[name])
-        if site.kind is SiteKind.NORM and (is_judged or precision is not Precision.FP32):
+        is_norm = site.kind is SiteKind.NORM and (is_judged or precision is not Precision.FP32)
+        if name in base.wide or not (is_norm or is_judged):
+            return base.decide(name, f"the plan runs everything in {precision}")
+        if is_norm:
             return self._norm_decision(name, precision)
-        if not is_judged:
-            reason = f"the plan runs everything in {precision}"
-            return Decision(name, precision, None, Verdict.NOT_JUDGED, reason)
         if quantized is not None:
             return quantized
         judgement = self.judgements[name]

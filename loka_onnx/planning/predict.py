@@ -17,6 +17,7 @@ seen on measured times.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -55,7 +56,7 @@ class Estimate:
 
 
 class KernelModel:
-    """Times of one kernel over all shapes, each measured once."""
+    """Times of one kernel over all shapes; of several on one shape the last one counts."""
 
     def __init__(self, timings: Sequence[KernelTiming]) -> None:
         self.kernel = timings[0].kernel
@@ -77,13 +78,13 @@ class KernelModel:
 
 
 class TimeTable:
-    """Times of every kernel of one device; of several of one kernel on one shape the last one counts."""
+    """Times of every kernel of one device."""
 
     def __init__(self, timings: Iterable[KernelTiming]) -> None:
-        by_kernel: dict[Kernel, dict[Shape, KernelTiming]] = {}
+        by_kernel = defaultdict[Kernel, list[KernelTiming]](list)
         for timing in timings:
-            by_kernel.setdefault(timing.kernel, {})[timing.shape] = timing
-        self.models = {kernel: KernelModel(list(each.values())) for kernel, each in by_kernel.items()}
+            by_kernel[timing.kernel].append(timing)
+        self.models = {kernel: KernelModel(each) for kernel, each in by_kernel.items()}
 
     def product(
         self, backend: str, precision: Precision, shape: Shape, scales: Granularity | None = None
@@ -166,7 +167,7 @@ class _Fit:
     def predict(self, shape: Shape) -> tuple[float, float]:
         """Return microseconds and their relative standard error."""
         at = np.array([_coordinates(shape)])
-        near = _matern(_distances(at, self._where) / self._length)[0]
+        near = _matern(scipy.spatial.distance.cdist(at, self._where) / self._length)[0]
         solved = scipy.linalg.cho_solve(self._factor, near)
         us = float(self._features(shape) @ self._roofline) * float(np.exp(solved @ self._left))
         unknown = max(0.0, 1.0 - float(near @ solved))
@@ -188,7 +189,7 @@ class _Fit:
         return length, variance
 
     def _covariance(self, length: float) -> Floats:
-        distances = _distances(self._where, self._where) / length
+        distances = scipy.spatial.distance.cdist(self._where, self._where) / length
         covariance: Floats = _matern(distances) + _JITTER * np.eye(len(distances))
         return covariance
 
@@ -203,10 +204,6 @@ def _bytes_moved(kernel: Kernel, shape: Shape) -> int:
 
 def _coordinates(shape: Shape) -> Floats:
     return np.log2([shape.m, max(shape.n, 1), shape.k])
-
-
-def _distances(a: Floats, b: Floats) -> Floats:
-    return np.asarray(np.linalg.norm(a[:, None] - b[None], axis=-1), dtype=np.float64)
 
 
 def _matern(distance: Floats) -> Floats:

@@ -282,7 +282,7 @@ class FastSearch:
     def __init__(
         self, free: Sequence[str], forced: Sequence[str], speeds: SiteSpeeds, costs: Costs, risk: float
     ) -> None:
-        self.speeds, self._costs = speeds, costs
+        self.speeds = speeds
         timed = [site for site in free if site in speeds.known]
         self._forced: Sites = frozenset(forced)
         self._fixed = dict.fromkeys(sorted(self._forced), True)
@@ -290,7 +290,7 @@ class FastSearch:
         units = units_of(sites, costs.groups)
         measured = sum(costs.is_measured(unit) for unit in units)
         parting = sum(len(unit) for unit in units if len(unit) > 1)
-        self._risk = risk / max(measured + parting * len(costs.outputs), 1)
+        each = risk / max(measured + parting * len(costs.outputs), 1)
         self.problem = Problem(
             items=tuple(
                 Item(
@@ -307,7 +307,7 @@ class FastSearch:
                 if site in speeds.known
             },
             units=units,
-            cost=cache(self._cost),
+            cost=cache(lambda sites: max(cost.most for cost in costs.of(sites, each))),
             makers={
                 source.tensor: source.made_by
                 for site, source in speeds.sources.items()
@@ -375,9 +375,6 @@ class FastSearch:
         inside = "none of them fits the budget" if fast else "at none of them eight bits save time"
         count = f"of {len(verdicts)} sites with known times {fast} {'is' if fast == 1 else 'are'} fast"
         return f"no set of sites inside of the budget saves time on {self.speeds.device}: {count}, {inside}"
-
-    def _cost(self, sites: Sites) -> float:
-        return max(cost.most for cost in self._costs.of(sites, self._risk))
 
     def _cost_in_words(self, site: str) -> str:
         return f"its KL is at most {percent(self.problem.cost(frozenset({site})))} of what is allowed"

@@ -23,7 +23,7 @@ from loka_onnx.core.site import Site, high_error_parts
 from loka_onnx.core.timing import KernelTiming, Shape, TimingRecords
 from loka_onnx.graph.layout import layout_root
 from loka_onnx.graph.model import GraphModel, producer
-from loka_onnx.planning.predict import Estimate, TimeTable
+from loka_onnx.planning.predict import TimeTable
 from loka_onnx.sessions.backends import fusions_of
 
 NS = 1000.0
@@ -154,14 +154,14 @@ class SiteSpeeds:
         It is FAST if its product is faster, and the faster products on its input tensor together save more
         than one cast costs. Times are microseconds of a request, by batch size; none if they are UNKNOWN.
         """
-        source = self.sources[site]
+        source, precision = self.sources[site], self._recipes[site].precision
         if site not in self._times:
             reason = self._unknown.get(site) or (
                 f"too few kernel timings of {self._known.backend} on {self.device} to predict its time; run "
                 "`loka-onnx tune`"
             )
             unknown = SiteSpeed(site, self.device, SpeedVerdict.UNKNOWN, {}, {}, source.tensor, False, reason)
-            return replace(unknown, precision=self._recipes[site].precision)
+            return replace(unknown, precision=precision)
         times = self._times[site]
         gains = [self.saved_per_row(other) for other in self._readers(source.tensor)]
         together = fsum(gain for gain in gains if gain > 0.0) - self.quantize_per_row(site)
@@ -176,7 +176,7 @@ class SiteSpeeds:
             is_measured=all(time.is_measured for time in times.values()),
             reason=self._in_words(site),
             made_by=source.made_by,
-            precision=self._recipes[site].precision,
+            precision=precision,
         )
 
     def predicted_us(self, base: Precision, decisions: Sequence[Decision]) -> dict[str, float]:
@@ -226,23 +226,21 @@ class SiteSpeeds:
     def _times_of(self, site: Site) -> dict[int, SiteTime] | None:
         times, table, backend = {}, self._table, self._known.backend
         recipe = self._recipes[site.name]
+        is_free = bool(self.sources[site.name].fused_into)
         for batch in self.serve:
             shape = Shape(site.rows * batch, site.n, site.k)
             product = table.compared(backend, self._base, shape, recipe)
-            casts: list[Estimate | None] = []
-            if not self.sources[site.name].fused_into:
-                casts = [table.quantize(backend, recipe.precision, shape.m, shape.k)]
-            known = [cast for cast in casts if cast is not None]
-            if product is None or len(known) < len(casts):
+            cast = None if is_free else table.quantize(backend, recipe.precision, shape.m, shape.k)
+            if product is None or (cast is None and not is_free):
                 return None
             base, quantized = product
             times[batch] = SiteTime(
                 base.us,
                 quantized.us,
-                sum(cast.us for cast in known),
+                0.0 if cast is None else cast.us,
                 hypot(base.error_us, quantized.error_us),
                 quantized.error_us / quantized.us,
-                all(each.is_measured for each in (base, quantized, *known)),
+                all(each.is_measured for each in (base, quantized, cast) if each is not None),
             )
         return times
 

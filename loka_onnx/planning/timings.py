@@ -75,13 +75,14 @@ class TimingDatabase:
         """Write times, all of them or none; raises OutputError if the file cannot be written."""
         with self._transaction() as connection:
             for timing in tuple(timings):
+                shape, measured = timing.shape, (timing.us, timing.spread_us, timing.repeats, timing.error)
                 source = json.dumps(serde.to_plain(timing.provenance), sort_keys=True)
                 connection.execute("INSERT OR IGNORE INTO provenances (document) VALUES (?)", (source,))
                 connection.execute(
                     f"INSERT OR REPLACE INTO timings ({', '.join(_COLUMNS)}, provenance) "
                     f"VALUES ({', '.join('?' * len(_COLUMNS))}, "
                     "(SELECT id FROM provenances WHERE document = ?))",
-                    (*_key(timing), timing.us, timing.spread_us, timing.repeats, timing.error, source),
+                    (*timing.kernel.key, shape.m, shape.n, shape.k, *measured, source),
                 )
 
     def read(self, device: str | None = None) -> tuple[KernelTiming, ...]:
@@ -218,10 +219,6 @@ def known_timings(device: str, databases: Sequence[Path]) -> tuple[KernelTiming,
             with TimingDatabase(path) as database:
                 timings |= {(timing.kernel, timing.shape): timing for timing in database.read(device)}
     return tuple(sorted(timings.values(), key=lambda timing: (timing.kernel.key, timing.shape)))
-
-
-def _key(timing: KernelTiming) -> tuple[str | int, ...]:
-    return (*timing.kernel.key, timing.shape.m, timing.shape.n, timing.shape.k)
 
 
 def _timing(row: Sequence[Any]) -> KernelTiming:

@@ -109,7 +109,10 @@ def _calibration(name: str, curves: Sequence[Curve]) -> Chart:
 
 def _chart(data: ReportData, output: str, judged_name: str, target: str, *, is_only: bool) -> Chart:
     engines = [engine for engine in data.engines if engine.target == target]
-    latencies = {engine.id: _latencies(data, engine) for engine in engines}
+    latencies = {
+        engine.id: {x.batch: x.p50_us for x in data.target_latencies(engine) if math.isfinite(x.p50_us)}
+        for engine in engines
+    }
     batch = max((batch for by_batch in latencies.values() for batch in by_batch), default=0)
     points, left_out = [], []
     for engine in engines:
@@ -134,17 +137,6 @@ def _chart(data: ReportData, output: str, judged_name: str, target: str, *, is_o
         left_out += [f"{point.engine.id}: nothing to compare it with" for point in points]
     figure = _figure(data, points, batch, judged_name) if len(points) >= FEWEST else None
     return Chart(output if is_only else f"{output} on {target}", caption, figure, tuple(left_out))
-
-
-def _latencies(data: ReportData, engine: EngineArtifact) -> dict[int, float]:
-    """Return the median latency on the target by batch size, microseconds."""
-    return {
-        latency.batch: latency.p50_us
-        for evaluation in data.evaluations.evaluations
-        if evaluation.engine == engine.id and not engine.simulated
-        for latency in evaluation.latencies
-        if latency.counts_for_choice and math.isfinite(latency.p50_us)
-    }
 
 
 def _front(points: Sequence[_Point]) -> list[_Point]:

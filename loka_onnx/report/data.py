@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.correction import CorrectionSet
 from loka_onnx.core.engine import EngineArtifact
-from loka_onnx.core.evaluation import Choice, Evaluation, EvaluationSet, OutputEvaluation, TargetChoice
+from loka_onnx.core.evaluation import (
+    Choice,
+    Evaluation,
+    EvaluationSet,
+    Latency,
+    OutputEvaluation,
+    Rejection,
+    TargetChoice,
+)
 from loka_onnx.core.lineage import StageRecord
 from loka_onnx.core.model_graph import ModelGraph
 from loka_onnx.core.plan import PlanSet, PrecisionPlan
@@ -21,6 +31,8 @@ from loka_onnx.numerics.intervals import CONFIDENCE
 
 SELECTION = "selection"
 CERTIFICATION = "certification"
+BASELINES = ("fp32", "bf16", "fp16")
+"""Plans that a gain is measured over."""
 
 
 @dataclass(frozen=True)
@@ -116,6 +128,21 @@ class ReportData:
         """Return the evaluations of an engine, that of the last split (certification) first."""
         evaluations = (self.evaluation(engine, split) for split in reversed(self.splits))
         return [evaluation for evaluation in evaluations if evaluation is not None]
+
+    def latencies(self, engine: str) -> tuple[Latency, ...]:
+        """Return the latencies of an engine: it is timed once, and the evaluation of each split has them."""
+        return next((e.latencies for e in self.evaluations_of(engine) if e.latencies), ())
+
+    def target_latencies(self, engine: EngineArtifact) -> list[Latency]:
+        """Return the latencies of an engine on its target; none of a simulation."""
+        timed = () if engine.simulated else self.latencies(engine.id)
+        return [latency for latency in timed if latency.counts_for_choice]
+
+    def losers(self, choice: TargetChoice, plans: Collection[str]) -> list[Rejection]:
+        """Return the rejected engines of some plans, the fastest first; those without a time come last."""
+        of_plans = {engine.id for engine in self.engines if engine.plan in plans}
+        losers = (loser for loser in choice.losers if loser.engine in of_plans)
+        return sorted(losers, key=lambda loser: loser.times.value if loser.times else math.inf)
 
     def plan(self, plan_id: str) -> PrecisionPlan | None:
         """Return the plan of that id; None for none."""

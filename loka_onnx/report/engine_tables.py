@@ -169,10 +169,9 @@ def latency_text(data: ReportData, engine: EngineArtifact) -> Told:
     """Return the median latency at the largest measured batch, or why there is none."""
     if engine.simulated:
         return Told(SIMULATED_LATENCY)
-    measured = [latency for e in reversed(data.evaluations_of(engine.id)) for latency in e.latencies]
-    if not measured:
+    largest = max(data.latencies(engine.id), key=lambda latency: latency.batch, default=None)
+    if largest is None:
         return Told(numbers.NOT_MEASURED)
-    largest = max(measured, key=lambda item: item.batch)
     return told(
         "{} at batch {}{}",
         shown(numbers.latency, largest, "p50_us"),
@@ -336,15 +335,10 @@ _CAPTIONS = {
 
 def latency_tables(data: ReportData) -> Iterator[Table]:
     """Yield one table for each memory of inputs."""
-    # An engine is timed once, but every split's evaluation repeats it.
-    timed: dict[tuple[str, int, InputPlace, str], Latency] = {}
-    for evaluation in data.evaluations.evaluations:
-        for latency in () if data.is_simulated(evaluation.engine) else evaluation.latencies:
-            key = (evaluation.engine, latency.batch, latency.inputs, latency.device)
-            timed.setdefault(key, latency)
+    names = dict.fromkeys(e.engine for e in data.evaluations.evaluations if not data.is_simulated(e.engine))
+    timed = [(name, latency) for name in names for latency in data.latencies(name)]
     for place, caption in _CAPTIONS.items():
-        rows = [(key[0], latency) for key, latency in timed.items() if latency.inputs is place]
-        if rows:
+        if rows := [row for row in timed if row[1].inputs is place]:
             yield table_of(f"Latency per batch size, {caption}", _latency_columns(rows), rows)
 
 

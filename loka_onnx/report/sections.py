@@ -115,7 +115,7 @@ def _operating_section(data: ReportData) -> Section:
         (engine, latency)
         for name in dict.fromkeys(name for choice in data.choice.targets for name in choice.engines)
         if (engine := data.engine(name)) is not None
-        for latency in next((e.latencies for e in data.evaluations_of(name) if e.latencies), ()) or (None,)
+        for latency in data.latencies(name) or (None,)
     ]
 
     def us(title: str, name: str) -> Column[tuple[EngineArtifact, Latency | None]]:

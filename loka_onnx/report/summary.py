@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import compress
+from typing import Any
 
 from rich.table import Table
 from rich.text import Text
 
 from loka_onnx.core.engine import EngineArtifact
-from loka_onnx.core.evaluation import DELTA_NE_NAME, KL_NAME, Latency
+from loka_onnx.core.evaluation import DELTA_NE_NAME, KL_NAME
 from loka_onnx.core.intervals import Interval
 from loka_onnx.core.tables import Rows
 from loka_onnx.report import numbers
@@ -37,26 +38,28 @@ def summary_table(data: ReportData, target: str, split: str) -> Table:
     title = Text(f"{data.title}, {target}: {split or numbers.NOT_MEASURED}")
     table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.min_width = len(title)
-    loads = [x.host_load or 0.0 for e in engines for x in _latencies(data, e) if busy(x)]
+    timed = [latency for engine in engines for latency in data.target_latencies(engine)]
+    loads = [latency.host_load or 0.0 for latency in timed if busy(latency)]
     said = f"latencies of a busy host: load {max(loads):.1f} a core" if loads else ""
-    is_said = (True, said, label_free_outputs(data), data.is_synthetic)
-    caption = compress(("* emitted", said, NO_LABELS, SYNTHETIC_BANNER), is_said)
-    table.caption, table.caption_justify = "\n".join(caption), "left"
+    notes = (said, NO_LABELS if label_free_outputs(data) else "", SYNTHETIC_BANNER * data.is_synthetic)
+    table.caption, table.caption_justify = "\n".join(filter(None, ("* emitted", *notes))), "left"
     table.caption_style = "bold red" if data.is_synthetic else "dim"
     outputs = {o.output for e in data.evaluations.evaluations for o in e.outputs}
-    batch = max((x.batch for e in engines for x in _latencies(data, e)), default=None)
-    is_shown = (True, len(outputs) > 1, True, judged == DELTA_NE_NAME, batch is not None, True)
-    headings = (
-        f"{_HEADINGS.get(judged, judged)}, {confidence_text(data, split)}",
-        "KL",
-        f"p50 at {batch or 0:,}",
+    batch = max((latency.batch for latency in timed), default=None)
+    change = f"{_HEADINGS.get(judged, judged)}, {confidence_text(data, split)}"
+    words: dict[str, Any] = {"overflow": "fold"}
+    figures: dict[str, Any] = {"justify": "right", "no_wrap": True}
+    columns = (
+        ("engine", True, words),
+        ("output", len(outputs) > 1, words),
+        (change, True, figures),
+        ("KL", judged == DELTA_NE_NAME, figures),
+        (f"p50 at {batch or 0:,}", batch is not None, figures),
+        ("status", True, words | {"min_width": _LONGEST_WORD}),
     )
-    for heading, wanted in zip(("engine", "output"), is_shown, strict=False):
-        if wanted:
-            table.add_column(heading, overflow="fold")
-    for heading in compress(headings, is_shown[2:]):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("status", overflow="fold", min_width=_LONGEST_WORD)
+    is_shown = [is_shown for _, is_shown, _ in columns]
+    for heading, _, style in compress(columns, is_shown):
+        table.add_column(heading, **style)
     for row in (r for e in engines for r in _engine_rows(data, e, split, names[e.id], batch)):
         table.add_row(*compress(row, is_shown))
     return table
@@ -73,19 +76,13 @@ def short_names(data: ReportData) -> dict[str, str]:
     return names
 
 
-def _latencies(data: ReportData, engine: EngineArtifact) -> list[Latency]:
-    """Return the latencies that count, of the last split."""
-    timed = (e.latencies for e in data.evaluations_of(engine.id) if e.latencies and not engine.simulated)
-    return [latency for latency in next(timed, ()) if latency.counts_for_choice]
-
-
 def _engine_rows(
     data: ReportData, engine: EngineArtifact, split: str, name: str, batch: int | None
 ) -> Iterator[_Cells]:
     is_chosen = data.chosen(engine.id) is not None
     plan = Text(f"{name} *" if is_chosen else name, style="bold" if is_chosen else "")
     remark, none = ", simulated" if engine.simulated else "", Text(numbers.NONE)
-    p50 = next((x for x in _latencies(data, engine) if x.batch == batch), None)
+    p50 = next((x for x in data.target_latencies(engine) if x.batch == batch), None)
     latency = none if p50 is None else Text(numbers.latency(p50.p50_us))
     outputs = data.outputs(engine.id, split)
     if not outputs and (outputs := data.outputs(engine.id, SELECTION)):
@@ -119,7 +116,7 @@ def target_rows(data: ReportData) -> Rows:
                 "basis": choice.basis,
                 "baseline": before and before.engine,
                 "times": before and _ends(before.times),
-                "p50_us": {x.batch: x.p50_us for x in _latencies(data, engine)} if engine else {},
+                "p50_us": {x.batch: x.p50_us for x in data.target_latencies(engine)} if engine else {},
             }
         )
     return rows
@@ -148,7 +145,7 @@ def engine_rows(data: ReportData) -> Rows:
                     "kl": change and _ends(change.kl),
                     "budget": output and output.budget,
                     "verdict": output and output.verdict,
-                    "p50_us": {x.batch: x.p50_us for x in _latencies(data, engine)},
+                    "p50_us": {x.batch: x.p50_us for x in data.target_latencies(engine)},
                     "bytes": engine.bytes,
                 }
             )

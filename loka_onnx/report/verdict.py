@@ -19,9 +19,10 @@ from loka_onnx.core.evaluation import (
     TargetChoice,
     Why,
 )
+from loka_onnx.core.intervals import Interval
 from loka_onnx.core.plan import PrecisionPlan
 from loka_onnx.report import numbers
-from loka_onnx.report.data import ReportData
+from loka_onnx.report.data import BASELINES, ReportData
 from loka_onnx.report.document import BUDGET_TONES, BudgetBar, Cell, Stat, Tone, Verdict, can_be_drawn
 from loka_onnx.report.figures import (
     Place,
@@ -44,8 +45,6 @@ NO_LABELS = f"{KL_NAME}, no labels: the labelled first-order term is not seen"
 """Caution on every verdict on an output without labels."""
 BUSY = 1.5
 """Load average over cores from which on a host is busy; measuring alone makes up to 1."""
-_BASELINES = ("fp32", "bf16", "fp16")
-"""Ids of baseline plans, where an engine of them competed."""
 _NOT_MEASURED = Cell(numbers.NOT_MEASURED, Tone.MUTED)
 _SIMULATED = (Cell("simulated", Tone.MUTED), "its speed says nothing")
 
@@ -76,11 +75,10 @@ def parts(data: ReportData, choice: TargetChoice) -> tuple[Told, Told]:
 
 def baseline(data: ReportData, choice: TargetChoice) -> Rejection | None:
     """Return the fastest baseline that the selected engine was timed with; None where that is FP32 itself."""
-    plans = {engine.id: engine.plan for engine in data.engines if engine.plan in _BASELINES}
-    rivals = [x for x in choice.losers if plans.get(x.engine, choice.plan) != choice.plan and x.times]
-    if choice.plan == _BASELINES[0] or data.is_simulated(choice.engine):
+    if choice.plan == BASELINES[0] or data.is_simulated(choice.engine):
         return None
-    return min(rivals, key=lambda loser: loser.times.value if loser.times else math.inf, default=None)
+    rivals = data.losers(choice, {*BASELINES} - {choice.plan})
+    return next((loser for loser in rivals if loser.times), None)
 
 
 def _speed_part(data: ReportData, choice: TargetChoice) -> Told:
@@ -161,17 +159,17 @@ def _standing(output: OutputEvaluation) -> Told:
 
 def _verdict(data: ReportData, choice: TargetChoice) -> Verdict:
     engines = _emitted(choice)
-    has_fp8 = any(plan.quantized_sites for name in choice.plans if (plan := data.plan(name)) is not None)
-    tone = Tone.GOOD if has_fp8 and all(_is_within(data, e.engine) for e in engines) else Tone.WARN
-    facts, speeds = tuple(_facts(data, choice, engines, has_fp8)), _speed_stats(data, choice)
+    is_quantized = any(plan.quantized_sites for name in choice.plans if (plan := data.plan(name)) is not None)
+    tone = Tone.GOOD if is_quantized and all(_is_within(data, e.engine) for e in engines) else Tone.WARN
+    facts, speeds = tuple(_facts(data, choice, engines, is_quantized)), _speed_stats(data, choice)
     stats = (_plan_stat(data, choice), *speeds, *_cost_stats(data, choice), _latency_stat(data, choice))
     return Verdict(choice.target, sentence(data, choice), facts, tone, stats, _bars(data, choice))
 
 
 def _facts(
-    data: ReportData, choice: TargetChoice, engines: tuple[_Emitted, ...], has_fp8: bool
+    data: ReportData, choice: TargetChoice, engines: tuple[_Emitted, ...], is_quantized: bool
 ) -> Iterator[str]:
-    if not has_fp8:
+    if not is_quantized:
         plans = ", ".join(choice.plans)
         low = data.plans.quantized
         yield f"No {low} engine is emitted for this target: it gets high precision ({plans})."
@@ -260,25 +258,18 @@ def _bars(data: ReportData, choice: TargetChoice) -> tuple[BudgetBar, ...]:
 def _speed_stats(data: ReportData, choice: TargetChoice) -> Iterator[Stat]:
     """Yield the gain of the main engine over the best one of each baseline, measured in turns."""
     main = _emitted(choice)[0]
-    for plan in _BASELINES:
-        label = f"Speed over {plan.upper()}"
-        if plan == choice.plan:
-            continue
-        of_plan = {engine.id for engine in data.engines if engine.plan == plan}
-        losers = [loser for loser in choice.losers if loser.engine in of_plan]
-        measured = [(loser.times.value, i) for i, loser in enumerate(losers) if loser.times is not None]
+    for plan in BASELINES:
+        label, losers = f"Speed over {plan.upper()}", data.losers(choice, {plan} - {choice.plan})
         if losers and data.is_simulated(choice.engine):
             yield Stat(label, *_SIMULATED)
-        elif measured:
-            yield _gain(label, losers[min(measured)[1]], main)
+        elif losers and losers[0].times is not None:
+            yield _gain(label, losers[0].engine, losers[0].times, main)
         elif losers:
             why = "" if losers[0].why is Why.NOT_MEASURED else f": {losers[0].why}"
             yield Stat(label, _NOT_MEASURED, f"{losers[0].engine}{why}")
 
 
-def _gain(label: str, baseline: Rejection, main: _Emitted) -> Stat:
-    assert baseline.times is not None
-    times = baseline.times
+def _gain(label: str, baseline: str, times: Interval, main: _Emitted) -> Stat:
     is_known = times.lower < times.upper
     value, lower, upper = (formed("{:.3f}".format, end) for end in ends(times))
     note = told(
@@ -286,7 +277,7 @@ def _gain(label: str, baseline: Rejection, main: _Emitted) -> Stat:
         "a tie: " if is_known and times.lower <= 1.0 <= times.upper else "",
         told("[{}, {}], ", lower, upper) if is_known else "",
         main.apart and f",{main.apart}",
-        baseline.engine,
+        baseline,
     )
     return Stat(label, Cell(told("{}×", value), Tone.GOOD if times.lower > 1 else Tone.WARN), note)
 

@@ -16,6 +16,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -340,7 +341,7 @@ def _time(
     engines = (*a.engines, *b.engines)
     doubts = tuple(_doubts(a, b))
     requests = {size: _requests(data, size) for size in batches}
-    total, done = options.loads * len(batches), iter(range(1, options.loads * len(batches) + 1))
+    total, done = options.loads * len(batches), count(1)
     timing = LatencyOptions(
         max_seconds=options.seconds / options.loads, on_batch=lambda: progress("latency", next(done), total)
     )

@@ -21,11 +21,10 @@ from loka_onnx.operations.compare.run_decisions import HardwarePair, hardware_pa
 from loka_onnx.planning.choice import NOISE
 from loka_onnx.report import ReportData, numbers
 from loka_onnx.report.choice_tables import times_text
+from loka_onnx.report.data import BASELINES
 from loka_onnx.report.document import BUDGET_TONES, Tone
 from loka_onnx.report.figures import joined, percent_interval, told
 
-BASELINES = ("fp32", "bf16", "fp16")
-"""Plans that a gain is measured over."""
 OVERLAP, APART = "intervals overlap", "intervals do not overlap"
 _COSTS_TEXT = (
     "Costs are those of each run's own engine against its own FP32 model. Intervals of the same rows are "
@@ -202,7 +201,7 @@ _Sides = tuple[OutputEvaluation | None, OutputEvaluation | None]
 
 def _cost(hardware: str, what: str, sides: _Sides, remarks: list[str]) -> _Finding:
     old, new = (None if side is None else side.difference for side in sides)
-    is_same_basis, verdict, holds, is_worse = not remarks, "", False, False
+    is_same_basis, verdict, caution, holds, is_worse = not remarks, "", "", False, False
     if old is None or new is None:
         remarks = [f"it was not measured in the {'old' if old is None else 'new'} run"]
     elif old.judged_name != new.judged_name:
@@ -210,13 +209,14 @@ def _cost(hardware: str, what: str, sides: _Sides, remarks: list[str]) -> _Findi
     else:
         less = new.judged.value - old.judged.value
         decimals = max(map(numbers.interval_decimals, (old.judged, new.judged)))
-        overlap = _overlap(old.judged, new.judged, remarks)
+        overlap, caution = _overlap(old.judged, new.judged)
         verdict = told("{}; {}", number(lambda v: numbers.signed_percent(v, decimals), less), overlap)
         is_worse = is_same_basis and overlap == APART and less > 0.0
         holds = is_same_basis and len({side.budget_status for side in sides if side}) == 1
     status = sides[1].budget_status if sides[1] else ""
     what, tone = f"{hardware} · {what}", BUDGET_TONES.get(status, Tone.PLAIN)
-    item = row(what, *map(_judged, sides), verdict=verdict, tone=tone, note="; ".join(remarks))
+    note = "; ".join(filter(None, (*remarks, caution)))
+    item = row(what, *map(_judged, sides), verdict=verdict, tone=tone, note=note)
     return _Finding(hardware, item, holds, is_worse or status == BudgetStatus.BEYOND)
 
 
@@ -231,11 +231,11 @@ def _judged(output: OutputEvaluation | None) -> str | None:
     return told("{}; {}, budget {}; NE {}", judged, output.budget_status, budget, entropy)
 
 
-def _overlap(old: Interval, new: Interval, remarks: list[str]) -> str:
-    """Return if two intervals overlap, in words; another confidence is added to `remarks`."""
-    if not isclose(old.confidence, new.confidence):
-        remarks.append("the intervals are of different confidence")
-    return OVERLAP if old.lower <= new.upper and new.lower <= old.upper else APART
+def _overlap(old: Interval, new: Interval) -> tuple[str, str]:
+    """Return if two intervals overlap, in words, and a caution where their confidence differs."""
+    is_alike = isclose(old.confidence, new.confidence)
+    words = OVERLAP if old.lower <= new.upper and new.lower <= old.upper else APART
+    return words, "" if is_alike else "the intervals are of different confidence"
 
 
 def _levels(old: ReportData, new: ReportData) -> str:
@@ -318,19 +318,17 @@ def _gains(old: ReportData, new: ReportData) -> Iterator[Row]:
             before, after = _gain(old, pair.old, baseline), _gain(new, pair.new, baseline)
             if before is None and after is None:
                 continue
-            verdict, remarks = "", list[str]()
+            verdict = caution = ""
             if before is not None and after is not None:
-                verdict = _overlap(before, after, remarks)
+                verdict, caution = _overlap(before, after)
             sides = (times_text(times) for times in (before, after))
-            yield row(f"{pair.name} · {baseline}", *sides, verdict=verdict, note="; ".join(remarks))
+            yield row(f"{pair.name} · {baseline}", *sides, verdict=verdict, note=caution)
 
 
 def _gain(data: ReportData, choice: TargetChoice | None, baseline: str) -> Interval | None:
     """Of several baselines of one plan, the fastest."""
-    of_plan = {engine.id for engine in data.engines if engine.plan == baseline}
-    losers = choice.losers if choice is not None else ()
-    gains = [loser.times for loser in losers if loser.times is not None and loser.engine in of_plan]
-    return min(gains, key=lambda times: times.value, default=None)
+    losers = [] if choice is None else data.losers(choice, {baseline})
+    return losers[0].times if losers else None
 
 
 def other_splits(old: ReportData, new: ReportData) -> frozenset[str]:

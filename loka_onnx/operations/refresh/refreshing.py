@@ -268,9 +268,9 @@ class _Attempt:
             {"choice": before.choice, "engines": built.engines},
             lambda: before.choice_again(choosable(built.engines.engines, "refresh --resume")),
         )
-        report = write_report(judging, results, choice, (*accepted.notes, *notes_of(judging), before.note))
-        bundle = emit_bundle(judging, results, choice, report.files)
-        return RunResult(directory.path, choice, report.data, report.files, bundle)
+        notes = (*accepted.notes, *notes_of(judging), before.note)
+        report, files = write_report(judging, results, choice, notes)
+        return RunResult(directory.path, choice, report, files, emit_bundle(judging, results, choice, files))
 
 
 def _compare_sites(before: ModelArtifact, modified: ModelArtifact) -> None:
