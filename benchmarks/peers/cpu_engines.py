@@ -205,8 +205,8 @@ def main() -> None:
         run = Run(directory.resolve())
         print(run.config.name, flush=True)
         models[run.config.name] = figures(run, options.nncf)
-        settings = {"calibration_rows": CALIBRATION_ROWS, "rounds": ROUNDS}
-        settings |= {"budget": BUDGET, "max_kl": MAX_KL}
+        limits = {"budget": BUDGET, "max_kl": MAX_KL}
+        settings = {"calibration_rows": CALIBRATION_ROWS, "rounds": ROUNDS, **limits}
         write_record(RECORD, models, settings)
 
 
