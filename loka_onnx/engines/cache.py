@@ -20,8 +20,8 @@ import socket
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -167,9 +167,8 @@ class EngineCache:
             cached = serde.loads(CachedEngine, (entry / ENTRY).read_text(encoding="utf-8"))
             if cached.key != key or set(cached.files) != _files_below(entry / ENGINE):
                 return None
-            for name, digest in cached.files.items():
-                if not _copy(entry / ENGINE / name, into / name, digest):
-                    return None
+            if not all(_copy(entry / ENGINE / n, into / n, digest) for n, digest in cached.files.items()):
+                return None
         except OutputError:
             raise
         except (UserError, UnicodeDecodeError, FileNotFoundError):
@@ -232,31 +231,20 @@ class EngineCache:
                     shutil.rmtree(place, ignore_errors=True)
 
 
-@contextmanager
-def _writing(target: Path) -> Iterator[None]:
-    with OutputError(
-        f"E0809 cannot write '{target}'",
-        remedy="make room there or correct its permissions, and go on with `run --resume`",
-    ).in_place_of(OSError):
-        yield
-
-
 def _copy(source: Path, target: Path, digest: str) -> bool:
-    """Copy one file; return whether its digest matches. Only an unreadable source is an OSError."""
-    state = hashlib.sha256()
+    """Copy one file if it has a digest; return whether it has. Only an unreadable source is an OSError."""
     with source.open("rb") as stream:
-        with _writing(target):
+        if hashlib.file_digest(stream, "sha256").hexdigest() != digest:
+            return False
+        stream.seek(0)
+        with OutputError(
+            f"E0809 cannot write '{target}'",
+            remedy="make room there or correct its permissions, and go on with `run --resume`",
+        ).in_place_of(OSError):
             target.parent.mkdir(parents=True, exist_ok=True)
-            into = target.open("wb")
-        try:
-            while chunk := stream.read(CHUNK_BYTES):
-                state.update(chunk)
-                with _writing(target):
-                    into.write(chunk)
-        finally:
-            with _writing(target):
-                into.close()
-    return state.hexdigest() == digest
+            with target.open("wb") as into:
+                shutil.copyfileobj(stream, into, CHUNK_BYTES)
+    return True
 
 
 def _assigned(plan: PrecisionPlan) -> Mapping[str, Any]:

@@ -293,7 +293,7 @@ class _Opener:
 def _refuse_programs(path: Path, entry: EngineEntry, options: SessionOptions | None) -> None:
     """Refuse a model with a program for a requested provider."""
     asked = () if options is None else options.providers
-    if get_spec(entry.backend).is_program(entry.architecture) or all(name in _HARMLESS for name in asked):
+    if is_program(entry) or all(name in _HARMLESS for name in asked):
         return
     if EP_CONTEXT in operators(read_model(path)):
         raise EngineError(

@@ -23,7 +23,7 @@ import onnx
 
 from loka_onnx.core.rewrite import INDEX, USERS
 from loka_onnx.errors import EngineError, MissingPackage, ModelError, line_of
-from loka_onnx.sessions.model_files import FLOAT8_TYPES, read_model
+from loka_onnx.sessions.model_files import FLOAT8_TYPES, messages, read_model
 from loka_onnx.sessions.runner import Arrays, Names, Runner, to_users
 
 _BFLOAT16 = "tensor(bfloat16)"
@@ -38,18 +38,12 @@ def import_onnxruntime() -> Any:
 
 
 def holds_float8(model: onnx.ModelProto) -> bool:
-    """True if an initializer, constant, cast or quantization has an FP8 type, including subgraphs."""
-
-    def holds(graph: onnx.GraphProto) -> bool:
-        return any(tensor.data_type in FLOAT8_TYPES for tensor in graph.initializer) or any(
-            (attribute.name in {"to", "output_dtype"} and attribute.i in FLOAT8_TYPES)
-            or attribute.t.data_type in FLOAT8_TYPES
-            or (attribute.type == onnx.AttributeProto.GRAPH and holds(attribute.g))
-            for node in graph.node
-            for attribute in node.attribute
-        )
-
-    return holds(model.graph)
+    """True if an initializer, constant, cast or quantization has an FP8 type, wherever it is."""
+    found = [*messages(model)]
+    tensors = {each.data_type for each in found if isinstance(each, onnx.TensorProto)}
+    attributes = (each for each in found if isinstance(each, onnx.AttributeProto))
+    casts = {each.i for each in attributes if each.name in {"to", "output_dtype"}}
+    return not FLOAT8_TYPES.isdisjoint(tensors | casts)
 
 
 @dataclass(frozen=True)

@@ -267,9 +267,8 @@ def _time_product(case: _Case) -> float:
     """Microseconds of a product, including the epilogue where the same kernel computes it."""
     products = with_weights_in_turn(case.product)
     turns, launches = cycle(products), calls_in_turn(_LAUNCHES, len(products))
-    if case.strategy.fuses_epilogue:
-        return time_in_graph(lambda: case.strategy.multiply(next(turns), case.epilogue), launches)
-    return time_in_graph(lambda: case.strategy.multiply(next(turns)), launches)
+    epilogue = case.epilogue if case.strategy.fuses_epilogue else None
+    return time_in_graph(lambda: case.strategy.multiply(next(turns), epilogue), launches)
 
 
 def with_weights_in_turn(product: Factors) -> list[Factors]:

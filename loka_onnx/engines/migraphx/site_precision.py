@@ -89,8 +89,7 @@ class Instruction:
     @property
     def label(self) -> str:
         """Readable name: ``quant_dot @5``."""
-        kernel = _KERNEL.search(self.attributes)
-        return f"{kernel['kernel'] if kernel else self.operation} {self.name}"
+        return f"{self.kernel.removesuffix(self.attributes)} {self.name}"
 
 
 @dataclass(frozen=True)

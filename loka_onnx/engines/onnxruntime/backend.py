@@ -66,9 +66,8 @@ from loka_onnx.errors import LokaError, MissingPackage, ModelError
 from loka_onnx.graph.storage import Stored, link_or_copy, move_outside, read_external
 from loka_onnx.sessions.backends import BackendSpec
 from loka_onnx.sessions.host_devices import INTEGER_INSTRUCTIONS, integer_instructions
-from loka_onnx.sessions.model_files import data_locations
-from loka_onnx.sessions.onnx_session import OnnxSession, import_onnxruntime
-from loka_onnx.sessions.runner import Runner
+from loka_onnx.sessions.model_files import data_locations, read_model
+from loka_onnx.sessions.onnx_session import import_onnxruntime
 
 ENGINE_FILE = "engine.onnx"
 TIME_PRODUCTS = "time_products"
@@ -146,12 +145,6 @@ class OnnxRuntimeBackend(Backend):
         """Every host runs the CPU provider; another needs its GPU and its build of ONNX Runtime."""
         return self.spec.device_obstacle(architecture)
 
-    def load(self, engine: Path, architecture: str) -> Runner:
-        """Open a session, never above BASIC for FP8."""
-        if self.provider(architecture).key == CPU.key:
-            return OnnxSession(engine)
-        return open_io_binding(engine, self.name, architecture)
-
     def files(self, engine: Path) -> tuple[Path, ...]:
         """The ONNX file, its external data, its settings and compiled programs."""
         return (*_model_files(engine), *(engine.parent / name for name in settings_beside(engine)))
@@ -161,7 +154,7 @@ class OnnxRuntimeBackend(Backend):
         engine = _copy_model(request.model, into)
         provider = self.provider(request.architecture)
         if provider.key == CPU.key:
-            model = onnx.load(os.fspath(engine), load_external_data=False)
+            model = read_model(engine)
             if request.options.get(INT8_TABLES) and request.plan.id != Precision.FP32:
                 _store_tables(model, engine)
             write_convolutions(model)
@@ -293,7 +286,7 @@ def _copy_model(model: Path, into: Path) -> Path:
     engine = into / ENGINE_FILE
     shutil.copyfile(model, engine)
     source = Path(os.path.realpath(model.parent))
-    for location in data_locations(onnx.load(os.fspath(model), load_external_data=False)):
+    for location in data_locations(read_model(model)):
         data = Path(os.path.realpath(source / location))
         if not data.is_relative_to(source) or not data.is_file() or Path(location).name == ENGINE_FILE:
             raise ModelError(
@@ -311,8 +304,6 @@ def _copy_model(model: Path, into: Path) -> Path:
 def _model_files(engine: Path) -> tuple[Path, ...]:
     """Return the ONNX file and its external data; a file that is not ONNX alone, which its digest exposes."""
     try:
-        locations = data_locations(onnx.load(os.fspath(engine), load_external_data=False))
-    except Exception:
-        # The type of error depends on the protobuf implementation.
+        return (engine, *(engine.parent / location for location in data_locations(read_model(engine))))
+    except ModelError:
         return (engine,)
-    return (engine, *(engine.parent / location for location in locations))
