@@ -151,6 +151,7 @@ class OnnxSession(Runner):
         inputs, outputs = self._session.get_inputs(), self._session.get_outputs()
         self.input_names: tuple[str, ...] = tuple(value.name for value in inputs)
         self.output_names: tuple[str, ...] = tuple(value.name for value in outputs)
+        self.names = Names(self.input_names, self.output_names)
         users = (value.name for value in inputs if value.shape[:1] == [USERS])
         self._shared = tuple(users) if INDEX in self.input_names else ()
         self._has_bfloat16 = any(value.type == _BFLOAT16 for value in (*inputs, *outputs))
@@ -180,11 +181,6 @@ class OnnxSession(Runner):
         except Exception as error:
             raise EngineError("E0921 ONNX Runtime failed on a batch", evidence=str(error)[:400]) from error
         return dict(zip(names, values, strict=True))
-
-    @property
-    def names(self) -> Names:
-        """Names of the graph."""
-        return Names(self.input_names, self.output_names)
 
     def shared(self) -> OnnxSession:
         """Another reference to the session: each is closed by itself, and the last one frees it."""

@@ -11,7 +11,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import cycle
 from queue import SimpleQueue
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import numpy as np
@@ -88,10 +87,12 @@ class Buffers(Mapping[str, npt.NDArray[Any]]):
 class Runner(ABC):
     """A loaded engine; a context manager that frees it."""
 
-    @property
-    def names(self) -> Names | None:
-        """Names in its file; None where the file does not state them."""
-        return None
+    names: Names | None = None
+    """Names in its file; None where the file does not state them."""
+    served_sizes: tuple[int, ...] = ()
+    """Batch sizes with prepared buffers, CUDA graphs or programs, ascending."""
+    device: int | None = None
+    """CUDA device of `run_on_device`; None where rows come from the host."""
 
     @abstractmethod
     def run(self, inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
@@ -109,16 +110,6 @@ class Runner(ABC):
 
     def buffers(self, rows: int) -> Buffers | None:
         """Make memory for requests of so many rows that `run` reads in place; None where there is none."""
-        return None
-
-    @property
-    def served_sizes(self) -> tuple[int, ...]:
-        """Batch sizes with prepared buffers, CUDA graphs or programs, ascending."""
-        return ()
-
-    @property
-    def device(self) -> int | None:
-        """CUDA device of `run_on_device`; None where rows come from the host."""
         return None
 
     @property
@@ -141,9 +132,7 @@ class Runner(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -158,6 +147,8 @@ class ParallelRunner(Runner):
         for session in self.sessions:
             self._free.put(session)
         self._next = cycle(self.sessions)
+        first = self.sessions[0]
+        self.names, self.served_sizes, self.device = first.names, first.served_sizes, first.device
 
     def run(self, inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
         """Run one batch in a free session, or in the one whose memory it lies in."""
@@ -185,21 +176,6 @@ class ParallelRunner(Runner):
         return next(self._next).buffers(rows)
 
     @property
-    def names(self) -> Names | None:
-        """Names of the first session."""
-        return self.sessions[0].names
-
-    @property
-    def served_sizes(self) -> tuple[int, ...]:
-        """Sizes of the first session."""
-        return self.sessions[0].served_sizes
-
-    @property
-    def device(self) -> int | None:
-        """Device of the first session."""
-        return self.sessions[0].device
-
-    @property
     def stream(self) -> int:
         """Stream of the first session."""
         return self.sessions[0].stream
@@ -220,15 +196,11 @@ class SplitRunner(Runner):
 
     def __init__(self, lookup: Runner, dense: Runner) -> None:
         self.lookup, self.dense = lookup, dense
+        self.served_sizes = dense.served_sizes
 
     def run(self, inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
         """Run one batch of the model's own inputs."""
         return self.dense.run({**inputs, **self.lookup.run(inputs)})
-
-    @property
-    def served_sizes(self) -> tuple[int, ...]:
-        """Sizes of the dense engine."""
-        return self.dense.served_sizes
 
     def close(self) -> None:
         """Free both, even if freeing one fails."""

@@ -85,7 +85,9 @@ class IoBindingSession(Runner):
         threads: int = 0,
     ) -> None:
         self._ort = import_onnxruntime()
-        self._provider, self._device = PROVIDERS[settings.provider], device
+        self._provider, self._index = PROVIDERS[settings.provider], device
+        # A provider that copies reads the host's memory.
+        self.device = device if self._provider.memory == "cuda" else None
         self._lock = threading.Lock()
         self._cuda: CudaContext | None = None
         self._remove_copy: weakref.finalize[..., Any] | None = None
@@ -108,17 +110,14 @@ class IoBindingSession(Runner):
         self._types = {i.name: _numpy_type(i.name, i.type) for i in self._session.get_inputs()}
         outputs = self._session.get_outputs()
         self.output_names: tuple[str, ...] = tuple(output.name for output in outputs)
+        self.names = Names(tuple(self._types), self.output_names)
         self._batched = {o.name for o in outputs if o.shape and not isinstance(o.shape[0], int)}
         self._bound: dict[int, _Buffers] = {}
         for number, size in enumerate(settings.sizes, _FIRST_GRAPH):
             inputs = self._session.get_inputs()
             zeros = {i.name: np.zeros(_fixed_shape(i, size), self._types[i.name]) for i in inputs}
             self._bound[size] = self._bind(zeros, number)
-
-    @property
-    def names(self) -> Names:
-        """Names of the graph."""
-        return Names(tuple(self._types), self.output_names)
+        self.served_sizes = tuple(self._bound)
 
     def run(self, inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
         """Run one batch."""
@@ -130,16 +129,6 @@ class IoBindingSession(Runner):
             options = self._run_options(_NO_GRAPH)
             values = self._try(lambda: self._session.run(list(self.output_names), contiguous, options))
             return dict(zip(self.output_names, values, strict=True))
-
-    @property
-    def served_sizes(self) -> tuple[int, ...]:
-        """Batch sizes with fixed buffers, ascending."""
-        return tuple(self._bound)
-
-    @property
-    def device(self) -> int | None:
-        """Number of the GPU whose memory inputs and outputs lie in; None for a provider that copies."""
-        return self._device if self._provider.memory == "cuda" else None
 
     @property
     def stream(self) -> int:
@@ -195,7 +184,7 @@ class IoBindingSession(Runner):
     def _copies(self) -> CudaContext:
         """Stream for copies on the device; opened by the first request that needs it."""
         if self._cuda is None:
-            self._cuda = CudaContext(self._device)
+            self._cuda = CudaContext(self._index)
         return self._cuda
 
     def _run_pieces(
@@ -235,9 +224,9 @@ class IoBindingSession(Runner):
         memory, binding = self._provider.memory, self._session.io_binding()
         for name, kind in self._types.items():
             value = inputs[name]
-            binding.bind_input(name, memory, self._device, kind, list(value.shape), value.address)
+            binding.bind_input(name, memory, self._index, kind, list(value.shape), value.address)
         for name in self.output_names:
-            binding.bind_output(name, memory, self._device)
+            binding.bind_output(name, memory, self._index)
         self._try(lambda: self._session.run_with_iobinding(binding, self._run_options(_NO_GRAPH)))
         answer = {}
         for name, value in zip(self.output_names, binding.get_outputs(), strict=True):
@@ -251,7 +240,7 @@ class IoBindingSession(Runner):
         memory, value_of = self._provider.memory, self._ort.OrtValue.ortvalue_from_numpy
         inputs = {
             # Copied, because on the CPU the value shares the array's memory.
-            name: self._try(partial(value_of, np.array(value, order="C"), memory, self._device))
+            name: self._try(partial(value_of, np.array(value, order="C"), memory, self._index))
             for name, value in arrays.items()
         }
         trial, binding = self._session.io_binding(), self._session.io_binding()
@@ -259,7 +248,7 @@ class IoBindingSession(Runner):
             trial.bind_ortvalue_input(name, value)
             binding.bind_ortvalue_input(name, value)
         for name in self.output_names:
-            trial.bind_output(name, memory, self._device)
+            trial.bind_output(name, memory, self._index)
         # The first run gives the shapes of outputs that inference does not.
         self._try(lambda: self._session.run_with_iobinding(trial, self._run_options(_NO_GRAPH)))
         outputs = dict(zip(self.output_names, trial.get_outputs(), strict=True))

@@ -99,7 +99,7 @@ class TensorRtSession(Runner):
     """A deserialized engine; calls from several threads run one after the other."""
 
     def __init__(self, trt: Any, engine: Path, device: int = 0) -> None:
-        self._trt, self._index = trt, device
+        self._trt, self.device = trt, device
         self._lock = threading.Lock()
         self._instances: dict[int, _Instance] = {}
         self._cuda = CudaContext(device)
@@ -136,11 +136,7 @@ class TensorRtSession(Runner):
         for profile in range(engine.num_optimization_profiles) if self._batched else ():
             _, tuned, _ = engine.get_tensor_profile_shape(self._batched[0], profile)
             self._profiles[int(tuned[0])] = profile
-
-    @property
-    def served_sizes(self) -> tuple[int, ...]:
-        """Batch sizes that the engine is tuned for, ascending."""
-        return tuple(sorted(self._profiles))
+        self.served_sizes = tuple(sorted(self._profiles))
 
     def run(self, inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
         """Run one batch, inside the optimization profile."""
@@ -153,11 +149,6 @@ class TensorRtSession(Runner):
                 staged = self._cuda.staging(name, shape, self._types[name])
                 answer[name] = staged[tuple(map(slice, self._cut(name, shape, shapes)))].copy()
             return answer
-
-    @property
-    def device(self) -> int | None:
-        """Number of the GPU."""
-        return self._index
 
     @property
     def stream(self) -> int:
