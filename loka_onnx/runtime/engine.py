@@ -107,7 +107,10 @@ class Engine(AbstractContextManager["Engine"]):
         self.inputs, self.outputs = manifest.inputs_of(part), manifest.outputs
         self.skipped: tuple[Skipped, ...] = ()
         self.metrics = Metrics()
+        self.served_sizes = runner.served_sizes
+        """Prepared batch sizes, ascending; a smaller request is padded unless that is too far."""
         self._manifest, self._runner = manifest, runner
+        self._is_fallback = entry == manifest.fallback
         self._request = typed({**sample.inputs, **sample.looked_up}, self.inputs)
         self._expected = typed(sample.expected, self.outputs)
         whose = "model" if part is Part.WHOLE else "dense part"
@@ -122,11 +125,6 @@ class Engine(AbstractContextManager["Engine"]):
         self.release: Callable[[], object] = lambda: None
         self._warm: tuple[int, ...] = ()
         self._describe()
-
-    @property
-    def served_sizes(self) -> tuple[int, ...]:
-        """Prepared batch sizes, ascending; a smaller request is padded unless that is too far."""
-        return self._runner.served_sizes
 
     def infer(self, inputs: Mapping[str, Any], *, like: Any = None) -> dict[str, Any]:
         """Answer one request. Only its layout is checked, not its values.
@@ -294,10 +292,6 @@ class Engine(AbstractContextManager["Engine"]):
             warm=self._warm,
             trust=self._trust,
         )
-
-    @property
-    def _is_fallback(self) -> bool:
-        return self.entry == self._manifest.fallback
 
     @property
     def _others(self) -> tuple[Engine, ...]:

@@ -42,7 +42,7 @@ from loka_onnx.engines.migraphx.site_precision import parse_program, site_precis
 from loka_onnx.engines.migraphx.spec import MIGRAPHX
 from loka_onnx.engines.request import BuildRequest
 from loka_onnx.errors import EngineError, MissingPackage, ModelError
-from loka_onnx.graph.storage import INLINE_LIMIT_BYTES, link_or_copy
+from loka_onnx.graph.storage import link_or_copy, move_outside
 from loka_onnx.sessions.backends import BackendSpec
 from loka_onnx.sessions.host_devices import list_amd_architectures
 from loka_onnx.sessions.model_files import batched_outputs, data_locations, read_model
@@ -175,10 +175,6 @@ def save_dialect(model: onnx.ModelProto, source: Path, folder: Path) -> Path:
         place.parent.mkdir(parents=True, exist_ok=True)
         link_or_copy(Path(os.path.realpath(source / name)), place)
     target = folder / DIALECT_FILE
-    inline = sum(len(tensor.raw_data) for tensor in model.graph.initializer)
-    if inline > INLINE_LIMIT_BYTES:
-        data = f"{DIALECT_FILE}.data"
-        onnx.save(model, os.fspath(target), save_as_external_data=True, location=data, size_threshold=1024)
-    else:
-        onnx.save(model, os.fspath(target))
+    move_outside(model, target)
+    onnx.save(model, os.fspath(target))
     return target

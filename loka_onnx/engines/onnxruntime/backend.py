@@ -10,6 +10,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import ClassVar
 
@@ -146,8 +147,11 @@ class OnnxRuntimeBackend(Backend):
         return self.spec.device_obstacle(architecture)
 
     def files(self, engine: Path) -> tuple[Path, ...]:
-        """The ONNX file, its external data, its settings and compiled programs."""
-        return (*_model_files(engine), *(engine.parent / name for name in settings_beside(engine)))
+        """The ONNX file, its external data, settings and programs; a file of another kind alone."""
+        data: tuple[str, ...] = ()
+        with suppress(ModelError):
+            data = data_locations(read_model(engine))
+        return (engine, *(engine.parent / name for name in (*data, *settings_beside(engine))))
 
     def compile(self, request: BuildRequest, into: Path) -> Path:
         """Copy the model and, for a GPU, determine settings that load."""
@@ -174,17 +178,16 @@ class OnnxRuntimeBackend(Backend):
 
     def read_precision(self, request: BuildRequest, engine: Path) -> tuple[SitePrecision, ...]:
         """Read the operands of each planned site from the loaded graph, and the provider that runs it."""
-        provider = self.provider(request.architecture)
-        if provider.key == CPU.key:
-            return self._read_optimized(request, engine, provider, None)
-        with open_io_binding(engine, self.name, request.architecture) as session:
-            placement = Placement(provider, session.placement())
-        print(placement.describe(), flush=True)
-        if not provider.compiles:
-            return self._read_optimized(request, engine, provider, placement)
-        name = f"the graph whose types {provider.name} keeps"
-        graph = OperandReader(engine)
-        return _read_sites(request, Graphs(graph, graph, False, name), placement)
+        provider, placement = self.provider(request.architecture), None
+        if provider.key != CPU.key:
+            with open_io_binding(engine, self.name, request.architecture) as session:
+                placement = Placement(provider, session.placement())
+            print(placement.describe(), flush=True)
+        with tempfile.TemporaryDirectory(prefix="optimized-", dir=engine.parent) as folder:
+            graphs = _graphs(request, engine, provider, Path(folder))
+            return tuple(
+                site_precision(site.name, precision, graphs, placement) for site, precision in request.planned
+            )
 
     def read_remarks(self, log: str) -> tuple[str, ...]:
         """See `Backend.read_remarks`: tables that stay in FP32."""
@@ -193,21 +196,6 @@ class OnnxRuntimeBackend(Backend):
     def provider(self, architecture: str) -> Provider:
         """Provider of an architecture's engines."""
         return provider_for(self.name, architecture)
-
-    def _read_optimized(
-        self, request: BuildRequest, engine: Path, provider: Provider, placement: Placement | None
-    ) -> tuple[SitePrecision, ...]:
-        is_fp32 = provider.key == CPU.key or bool(request.plan.fp8_sites)
-        with tempfile.TemporaryDirectory(prefix="optimized-", dir=engine.parent) as folder:
-            optimized = Path(folder) / "optimized.onnx"
-            dump_optimized(engine, optimized, provider, device_of(provider, request.architecture))
-            integers = None
-            if request.plan.int8_sites:
-                fused = Path(folder) / "integers.onnx"
-                dump_optimized(engine, fused, provider, keeps_float8=False)
-                integers = OperandReader(fused)
-            graphs = Graphs(OperandReader(engine), OperandReader(optimized), is_fp32, integers=integers)
-            return _read_sites(request, graphs, placement)
 
 
 class OnnxRuntimeTensorRtBackend(OnnxRuntimeBackend):
@@ -273,12 +261,18 @@ def _first_that_loads(engine: Path, settings: IoBindingSettings, device: int) ->
     return simpler
 
 
-def _read_sites(
-    request: BuildRequest, graphs: Graphs, placement: Placement | None
-) -> tuple[SitePrecision, ...]:
-    return tuple(
-        site_precision(site.name, precision, graphs, placement) for site, precision in request.planned
-    )
+def _graphs(request: BuildRequest, engine: Path, provider: Provider, folder: Path) -> Graphs:
+    """Graphs from which the precision of sites is read; optimized ones are written into a folder."""
+    before, integers = OperandReader(engine), None
+    if provider.compiles:
+        return Graphs(before, before, False, f"the graph whose types {provider.name} keeps")
+    optimized, fused = folder / "optimized.onnx", folder / "integers.onnx"
+    dump_optimized(engine, optimized, provider, device_of(provider, request.architecture))
+    if request.plan.int8_sites:
+        dump_optimized(engine, fused, provider, keeps_float8=False)
+        integers = OperandReader(fused)
+    is_fp32 = provider.key == CPU.key or bool(request.plan.fp8_sites)
+    return Graphs(before, OperandReader(optimized), is_fp32, integers=integers)
 
 
 def _copy_model(model: Path, into: Path) -> Path:
@@ -299,11 +293,3 @@ def _copy_model(model: Path, into: Path) -> Path:
         place.parent.mkdir(parents=True, exist_ok=True)
         link_or_copy(data, place)
     return engine
-
-
-def _model_files(engine: Path) -> tuple[Path, ...]:
-    """Return the ONNX file and its external data; a file that is not ONNX alone, which its digest exposes."""
-    try:
-        return (engine, *(engine.parent / location for location in data_locations(read_model(engine))))
-    except ModelError:
-        return (engine,)

@@ -211,7 +211,7 @@ class ScaledMatMul(ProductStrategy):
             fused = bias if dtype is not torch.float32 else None
             values = self._scaled_mm(product, dtype, fused)
             return values if bias is None or fused is not None else values + bias
-        if product.a.is_cuda and dtype is torch.bfloat16:
+        if self._is_row_wise(product):
             # Inductor turns a constant of rank 0 into a number, which it expands but does not reshape.
             scale_a = product.scale_a.expand(product.a.shape[0], 1).contiguous()
             scale_b = product.scale_b.reshape(1, product.b.shape[1])
@@ -219,6 +219,9 @@ class ScaledMatMul(ProductStrategy):
         unscaled = replace(product, scale_b=torch.ones_like(product.scale_a))
         values = self._scaled_mm(unscaled, torch.float32, None) * product.scale_b
         return (values if bias is None else values + bias).to(dtype)
+
+    def _is_row_wise(self, product: Factors) -> bool:
+        return product.a.is_cuda and product.dtype is torch.bfloat16
 
     def _scaled_mm(self, product: Factors, dtype: torch.dtype, bias: Tensor | None) -> Tensor:
         operands = (product.a, product.b, product.scale_a, product.scale_b)
