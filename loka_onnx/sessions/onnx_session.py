@@ -24,7 +24,7 @@ import onnx
 from loka_onnx.core.rewrite import INDEX, USERS
 from loka_onnx.errors import EngineError, MissingPackage, ModelError, line_of
 from loka_onnx.sessions.model_files import FLOAT8_TYPES, messages, read_model
-from loka_onnx.sessions.runner import Arrays, Names, Runner, to_users
+from loka_onnx.sessions.runner import Arrays, Runner, to_users
 
 _BFLOAT16 = "tensor(bfloat16)"
 INSTALL = "pip install 'loka-onnx[cpu]' (or [nvidia], [amd]: exactly one of them)"
@@ -149,9 +149,8 @@ class OnnxSession(Runner):
         ).in_place_of(Exception, words=line_of):
             self._session = import_onnxruntime().InferenceSession(source, settings, providers=providers)
         inputs, outputs = self._session.get_inputs(), self._session.get_outputs()
-        self.input_names: tuple[str, ...] = tuple(value.name for value in inputs)
-        self.output_names: tuple[str, ...] = tuple(value.name for value in outputs)
-        self.names = Names(self.input_names, self.output_names)
+        self.input_names = tuple(value.name for value in inputs)
+        self.output_names = tuple(value.name for value in outputs)
         users = (value.name for value in inputs if value.shape[:1] == [USERS])
         self._shared = tuple(users) if INDEX in self.input_names else ()
         self._has_bfloat16 = any(value.type == _BFLOAT16 for value in (*inputs, *outputs))

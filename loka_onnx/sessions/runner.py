@@ -43,14 +43,6 @@ class Resident:
         self.wait()
 
 
-@dataclass(frozen=True)
-class Names:
-    """Names of an engine's inputs and outputs."""
-
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-
-
 def check_types(inputs: Mapping[str, Borrowed], types: Mapping[str, npt.DTypeLike]) -> None:
     """Check that borrowed inputs have the engine's types; an `EngineError` where one has not."""
     for name, kind in types.items():
@@ -87,8 +79,9 @@ class Buffers(Mapping[str, npt.NDArray[Any]]):
 class Runner(ABC):
     """A loaded engine; a context manager that frees it."""
 
-    names: Names | None = None
-    """Names in its file; None where the file does not state them."""
+    input_names: tuple[str, ...] = ()
+    output_names: tuple[str, ...] = ()
+    """Names in its file; neither where the file does not state them."""
     served_sizes: tuple[int, ...] = ()
     """Batch sizes with prepared buffers, CUDA graphs or programs, ascending."""
     device: int | None = None
@@ -148,7 +141,8 @@ class ParallelRunner(Runner):
             self._free.put(session)
         self._next = cycle(self.sessions)
         first = self.sessions[0]
-        self.names, self.served_sizes, self.device = first.names, first.served_sizes, first.device
+        self.input_names, self.output_names = first.input_names, first.output_names
+        self.served_sizes, self.device = first.served_sizes, first.device
 
     def run(self, inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
         """Run one batch in a free session, or in the one whose memory it lies in."""

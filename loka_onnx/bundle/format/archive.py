@@ -56,7 +56,7 @@ def verify_path(path: Path, keys: Sequence[Path] = (), progress: Progress = sile
             places = _copy(archive, None, progress)
             check_models(archive.manifest, path, lambda name: archive.model(name, places))
             signer = check_signature(archive.signature, archive.text, keys, path) if keys else None
-            return Verified(archive.manifest, archive.claimed, signer)
+            return Verified(archive.manifest, archive.text, archive.signature, archive.claimed, signer)
     return verify_directory(path, keys, progress)
 
 

@@ -77,11 +77,14 @@ def verify_bundle(directory: Path) -> Manifest:
 
 @dataclass(frozen=True)
 class Verified:
-    """A verified bundle: its manifest, the fingerprints of keys that it claims to be signed with
-    (unverified), and that of the accepted key that signed it (None where no key was given).
+    """A verified bundle: its manifest and signature, which also are there as they were read, the fingerprints
+    of keys that it claims to be signed with (unverified), and that of the accepted key that signed it (None
+    where no key was given).
     """
 
     manifest: Manifest
+    text: bytes
+    signature: bytes | None
     claimed: tuple[str, ...]
     signer: str | None
 
@@ -113,7 +116,7 @@ def verify_directory(directory: Path, keys: Sequence[Path] = (), progress: Progr
             done += entry.bytes
             progress("verify", done, manifest.total_bytes)
         check_models(manifest, directory, lambda path: read_model(directory / path))
-        return Verified(manifest, claimed, signer)
+        return Verified(manifest, data, signature, claimed, signer)
 
 
 def check_models(manifest: Manifest, where: Path, load: Callable[[str], onnx.ModelProto]) -> None:

@@ -24,7 +24,7 @@ from typing import NoReturn
 
 from loka_onnx.bundle.format.archive import add_names, as_directory, check_room, distinct_files
 from loka_onnx.bundle.format.documents import COPY_AGAIN, OPEN_PLAIN, read_document
-from loka_onnx.bundle.format.files import parse_manifest, verify_bundle
+from loka_onnx.bundle.format.files import parse_manifest, verify_bundle, verify_directory
 from loka_onnx.bundle.format.replace import check_replaceable, remove_leftovers, staged_directory
 from loka_onnx.bundle.format.signature import (
     MAX_SIGNATURE_BYTES,
@@ -83,13 +83,8 @@ def push_bundle(
 
 def _push(directory: Path, reference: Reference, store: Store, *, again: bool) -> PushResult:
     threads = store.options.threads
-    text = read_document(directory, MANIFEST_NAME, MAX_MANIFEST_BYTES)
-    signature = signature_bytes(directory)
-    manifest = verify_bundle(directory)
-    if read_document(directory, MANIFEST_NAME, MAX_MANIFEST_BYTES) != text:
-        _refuse(directory, MANIFEST_NAME)
-    digest = digest_bytes(text)
-    blobs = {file.sha256: file for file in manifest.files}.values()
+    verified = verify_directory(directory)
+    digest, blobs = digest_bytes(verified.text), distinct_files(verified.manifest)
     parts = [part for file in blobs for part in parts_of(file.sha256, file.bytes)]
     kept: set[BlobPart] = set()
     if not again:
@@ -99,9 +94,9 @@ def _push(directory: Path, reference: Reference, store: Store, *, again: bool) -
     for size in map_in_order(lambda send: send(), _sending(store, directory, blobs, kept), threads, 1):
         sent += size
         store.options.progress("push", sent, total)
-    if signature is not None:
-        store.write(bundle_key(digest, SIGNATURE_NAME), signature)
-    store.write(bundle_key(digest), text)
+    if verified.signature is not None:
+        store.write(bundle_key(digest, SIGNATURE_NAME), verified.signature)
+    store.write(bundle_key(digest), verified.text)
     if reference.name is not None:
         write_pointer(store, reference.name, digest)
     kept_bytes = sum(part.bytes for part in kept)

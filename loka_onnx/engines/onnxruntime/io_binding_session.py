@@ -45,7 +45,7 @@ from loka_onnx.sessions.buckets import padded, padded_rows, pieces_of, rows_of, 
 from loka_onnx.sessions.cuda import CudaContext
 from loka_onnx.sessions.dlpack import DTYPES, Borrowed
 from loka_onnx.sessions.onnx_session import import_onnxruntime
-from loka_onnx.sessions.runner import Allocate, Arrays, Names, Resident, Runner, check_types
+from loka_onnx.sessions.runner import Allocate, Arrays, Resident, Runner, check_types
 
 _NO_GRAPH, _FIRST_GRAPH = -1, 1
 
@@ -109,8 +109,7 @@ class IoBindingSession(Runner):
         self._session = start_session(engine, options, chain)
         self._types = {i.name: _numpy_type(i.name, i.type) for i in self._session.get_inputs()}
         outputs = self._session.get_outputs()
-        self.output_names: tuple[str, ...] = tuple(output.name for output in outputs)
-        self.names = Names(tuple(self._types), self.output_names)
+        self.input_names, self.output_names = tuple(self._types), tuple(output.name for output in outputs)
         self._batched = {o.name for o in outputs if o.shape and not isinstance(o.shape[0], int)}
         self._bound: dict[int, _Buffers] = {}
         for number, size in enumerate(settings.sizes, _FIRST_GRAPH):

@@ -35,15 +35,8 @@ if TYPE_CHECKING:
     from loka_onnx.engines.tensorrt.spec import TensorRtSpec
 
 _LOG = logging.getLogger("loka_onnx.sessions")
-NUMPY_TYPES: Mapping[str, npt.DTypeLike] = {
-    "FLOAT": np.float32,
-    "HALF": np.float16,
-    "INT8": np.int8,
-    "UINT8": np.uint8,
-    "INT32": np.int32,
-    "INT64": np.int64,
-    "BOOL": np.bool_,
-}
+_SAME_NAME = ("int8", "uint8", "int32", "int64", "bool")
+NUMPY_TYPES = {"FLOAT": "float32", "HALF": "float16", **{name.upper(): name for name in _SAME_NAME}}
 """NumPy type of each member of `DataType` that has one."""
 
 
