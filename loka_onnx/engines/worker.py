@@ -37,13 +37,11 @@ def main(arguments: Sequence[str]) -> int:
     try:
         backend: Backend = resolve(path)()
         response = _serve(backend, serde.read(BuildRequest, directory / REQUEST), directory)
-    except LokaError as error:
-        traceback.print_exc()
-        response = BuildResponse(error=str(error))
     except Exception as error:
         # Vendor libraries raise errors of any type.
         traceback.print_exc()
-        response = BuildResponse(error=f"{type(error).__name__}: {error}")
+        known = isinstance(error, LokaError)
+        response = BuildResponse(error=str(error) if known else f"{type(error).__name__}: {error}")
     serde.write(response, directory / RESPONSE)
     return 0
 
