@@ -154,6 +154,7 @@ class BackendModel:
         kind: Place of its instances, ``KIND_CPU``, ``KIND_GPU`` or ``KIND_MODEL``.
         minimum: Fewest rows of a batch; the server knows no such bound.
         sizes: Batch sizes that it is served at, ascending.
+        files: The engine first.
         warmup: File that holds the first row of an input, and that row's shape, by the input's name.
         optimization: Fields of `ModelOptimizationPolicy`.
         queues: Requests wait for others; those of a step in front of another do not.
