@@ -198,7 +198,7 @@ class Backend(ABC):
     def failure(
         self, plan: PrecisionPlan, target: str, architecture: str, detail: str, seconds: float = 0.0
     ) -> EngineArtifact:
-        """Artifact of a failed build, with the evidence."""
+        """Artifact without an engine, FAILED with the evidence; the start of every other one."""
         return EngineArtifact(
             backend=self.name,
             plan=plan.id,

@@ -106,7 +106,7 @@ class EngineCache:
             try:
                 cached = self._take(key, request)
             except OSError as error:
-                cached, trouble = None, self._failed("be read", error)
+                cached, trouble = None, self._trouble("be read", error)
             if cached is not None:
                 return cached
             built = backend.build(request)
@@ -114,7 +114,7 @@ class EngineCache:
                 trouble = self._keep(key, built, request)
         return replace(built, detail="; ".join(filter(None, (built.detail, trouble)))) if trouble else built
 
-    def _failed(self, what: str, error: Exception) -> str:
+    def _trouble(self, what: str, error: Exception) -> str:
         said = getattr(error, "evidence", "") or error
         remedy = "correct its permissions, name another place with `build.cache`, or do without"
         return f"the engine cache '{self.directory}' cannot {what} ({said}): {remedy} (`build.cache_gb: 0`)"
@@ -193,7 +193,7 @@ class EngineCache:
                     self._remove(each)
                     total -= size
         except (OSError, UserError) as error:
-            return self._failed("be written", error)
+            return self._trouble("be written", error)
         return ""
 
     def _remove(self, entry: Path) -> None:

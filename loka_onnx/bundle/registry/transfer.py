@@ -24,12 +24,7 @@ from typing import NoReturn
 
 from loka_onnx.bundle.format.archive import add_names, as_directory, check_room, distinct_files
 from loka_onnx.bundle.format.documents import COPY_AGAIN, OPEN_PLAIN, read_document
-from loka_onnx.bundle.format.files import (
-    Verified,
-    check_documents,
-    parse_manifest,
-    verify_directory,
-)
+from loka_onnx.bundle.format.files import Verified, check_documents, parse_manifest, verify_directory
 from loka_onnx.bundle.format.replace import check_replaceable, remove_leftovers, staged_directory
 from loka_onnx.bundle.format.signature import MAX_SIGNATURE_BYTES, SIGNATURE_NAME, signature_bytes
 from loka_onnx.bundle.registry.names import (

@@ -85,8 +85,10 @@ class Chosen:
     tried: Mapping[tuple[str, str], ProductStrategy]
     otherwise: ProductStrategy
 
-    def products(self, sizes: Sequence[int]) -> PerSite:
-        """Return each site's allowed candidate of the smallest sum over `sizes`; else the exact library."""
+    def strategy(self, sizes: Sequence[int]) -> PerSite:
+        """Strategy of a program for `sizes`: each site's allowed candidate of the smallest sum over them, or
+        the exact library.
+        """
         choices: dict[str, ProductStrategy] = {each.site: ScaledMatMul() for each in self.measured}
         allowed = (each for each in self.measured if not each.obstacle)
         timed = sorted((sum(each.us[size] for size in sizes), each.kernel, each.site) for each in allowed)

@@ -133,13 +133,13 @@ class IoBindingSession(Runner):
     def stream(self) -> int:
         """Handle of the stream that copies to and from the buffers are queued on."""
         with self._lock:
-            return self._copies().stream
+            return self._copying_context().stream
 
     def run_on_device(self, inputs: Mapping[str, Borrowed], allocate: Allocate) -> dict[str, Borrowed]:
         """Run one batch through fixed buffers; one that fits no size is bound directly."""
         check_types(inputs, self._types)
         with self._lock:
-            cuda = self._copies()
+            cuda = self._copying_context()
             cuda.activate()
             run = self._run_pieces if self._fits(inputs) else self._run_where_it_lies
             return run(cuda, inputs, allocate)
@@ -180,8 +180,8 @@ class IoBindingSession(Runner):
             return bool(self._bound)
         return padded_rows(rows_of(inputs), self.served_sizes) is not None
 
-    def _copies(self) -> CudaContext:
-        """Stream for copies on the device; opened by the first request that needs it."""
+    def _copying_context(self) -> CudaContext:
+        """Context whose stream copies on the device; opened by the first request that needs it."""
         if self._cuda is None:
             self._cuda = CudaContext(self._index)
         return self._cuda

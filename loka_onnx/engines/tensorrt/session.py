@@ -224,11 +224,9 @@ class TensorRtSession(Runner):
         counts = {shapes[name][:1] for name in self._batched}
         return next(iter(counts.pop()), None) if len(counts) == 1 else None
 
-    def _cut(
-        self, name: str, shape: tuple[int, ...], inputs: Mapping[str, tuple[int, ...]]
-    ) -> tuple[int, ...]:
-        """Shape of an output without padding rows."""
-        rows = self._rows(inputs)
+    def _cut(self, name: str, shape: tuple[int, ...], sent: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+        """Shape of an output without padding rows, for a request with inputs of the shapes `sent`."""
+        rows = self._rows(sent)
         return (rows, *shape[1:]) if rows is not None and name in self._follows else shape
 
     def _instance_for(self, shapes: Mapping[str, tuple[int, ...]]) -> _Instance:
