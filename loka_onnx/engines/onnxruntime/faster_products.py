@@ -95,7 +95,7 @@ class FasterProducts:
         return Names(reads_of(inside)) - outputs - self._stored - {""}
 
     def _values(self, names: Names, sample: Arrays, size: int) -> Arrays:
-        """Run the model on a batch of the sample's rows, repeated, and return its inputs and these tensors."""
+        """Run the model on a batch of the sample's rows, repeated; return its inputs and these tensors."""
         exposed = onnx.ModelProto.FromString(self._model.SerializeToString())
         hidden = sorted(names - {value.name for value in exposed.graph.output})
         exposed.graph.output.extend(map(helper.make_empty_tensor_value_info, hidden))
