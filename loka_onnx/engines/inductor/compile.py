@@ -115,7 +115,7 @@ def planned_graph(model: Path, *, fuses: bool) -> PlannedGraph:
 
 
 def chosen_strategy(build: Build, model: PlannedGraph) -> Callable[[Sequence[int]], ProductStrategy]:
-    """Return a function that gives a program its strategy by its batch sizes; on a GPU, the fastest kernels."""
+    """Return a function that gives a program of some sizes its strategy: on a GPU, the fastest kernels."""
     request, settings = build.request, build.settings
     library = ScaledMatMul(settings.fast_accumulation)
     device = torch_device(request.architecture)
