@@ -1,7 +1,7 @@
 """Kernel times out of build logs: what the engines of a case really run, for `planning/records`.
 
 When an engine is built, every kernel that could compute a product is timed at every batch size, with what
-follows inside or behind it (`engines.inductor.compile.chosen_products`, which prints them). Each program gets
+follows inside or behind it (`engines.inductor.compile.chosen_strategy`, which prints them). Each program gets
 the fastest; its time is taken here, in BF16 from the log of the BF16 engine, in FP8 from those of engines
 with FP8. What an FP8 product reads comes in FP8, and the cast is no part of its time.
 

@@ -23,8 +23,8 @@ from loka_onnx.bundle.format.signature import (
     BundleSignature,
     KeySignature,
     fingerprint,
+    parse_signature,
     read_key_file,
-    read_signature,
     require_cryptography,
 )
 from loka_onnx.core import serde
@@ -95,12 +95,11 @@ def sign_bundle(directory: Path, key: Path) -> str:
     signer = read_private_key(key)
     place = Path(os.path.realpath(directory))
     with pinned(place) as pin:
-        claimed = verify_directory(pin.path).claimed
-        signed = read_document(pin.path, MANIFEST_NAME, MAX_MANIFEST_BYTES)
-        existing = read_signature(pin.path)
-    name, earlier = fingerprint(signer.public_key()), () if existing is None else existing.signatures
-    if set(claimed) - {name}:
-        others = ", ".join(sorted(set(claimed) - {name}))
+        verified = verify_directory(pin.path)
+    name, signed, earlier = fingerprint(signer.public_key()), verified.text, tuple[KeySignature, ...]()
+    if verified.signature is not None:
+        earlier = parse_signature(verified.signature, signed, place).signatures
+    if others := ", ".join(sorted({*verified.claimed} - {name})):
         _LOG.warning("'%s' keeps signatures that nothing was checked of: key %s", place, others)
     text = signature_text(signed, signer, earlier)
     if len(text.encode()) > MAX_SIGNATURE_BYTES:

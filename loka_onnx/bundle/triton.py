@@ -314,7 +314,6 @@ def _write_file(file: ModelFile, target: Path, bundle: Path, manifest: Manifest,
                 evidence=f"sha256 {digest[:16]}…",
                 remedy="copy the bundle again from where it was written",
             )
-    target.chmod(0o644)
 
 
 def _asked(manifest: Manifest, options: TritonOptions) -> tuple[EngineEntry, ...]:

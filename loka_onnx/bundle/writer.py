@@ -168,8 +168,7 @@ def write_bundle(contents: BundleContents, directory: Path, *, key: Path | None 
     sample = _checked_sample(contents)
     signer = None if key is None else read_private_key(key)
     with staged_directory(destination) as stage:
-        writer = _Stage(stage)
-        manifest = _write_files(contents, sample, writer)
+        manifest = _write_files(contents, sample, _Stage(stage))
         if len(manifest.files) > MAX_FILES:
             raise BundleError(
                 "E1232 the bundle has too many files",
@@ -183,9 +182,9 @@ def write_bundle(contents: BundleContents, directory: Path, *, key: Path | None 
                 evidence=f"{len(text.encode())} bytes, the limit is {MAX_MANIFEST_BYTES}",
                 remedy="ship fewer engines",
             )
-        writer.write_unlisted(text, MANIFEST_NAME)
+        (stage / MANIFEST_NAME).write_text(text, encoding="utf-8")
         if signer is not None:
-            writer.write_unlisted(signature_text(text.encode(), signer), SIGNATURE_NAME)
+            (stage / SIGNATURE_NAME).write_text(signature_text(text.encode(), signer), encoding="utf-8")
         # What was just copied is read back: a bundle that does not verify never takes the place of one
         # that does.
         verify_bundle(stage)
@@ -254,11 +253,6 @@ class _Stage:
         ).in_place_of(FileNotFoundError):
             return self._record(path, self._copies.copy(source, target))
 
-    def write_unlisted(self, text: str, name: str) -> None:
-        """Writes a document that the manifest does not list."""
-        (self.root / name).write_text(text, encoding="utf-8")
-        (self.root / name).chmod(0o644)
-
     def write_text(self, text: str, path: str) -> BundleFile:
         """Writes a text file."""
         self._place(path).write_text(text, encoding="utf-8")
@@ -287,7 +281,6 @@ class _Stage:
             raise BundleError(
                 f"E1236 two files of the bundle would be '{path}'", remedy="give them distinct names"
             )
-        (self.root / path).chmod(0o644)
         self.files[path] = BundleFile(path, (self.root / path).stat().st_size, digest)
         return self.files[path]
 

@@ -103,9 +103,9 @@ class Backend(ABC):
     def read_precision(self, request: BuildRequest, engine: Path) -> tuple[SitePrecision, ...]:
         """Hook in the child process: precision of each planned site, read from the engine."""
 
-    @abstractmethod
     def load(self, engine: Path, architecture: str) -> Runner:
         """Hook: load an engine of this backend that can run here."""
+        return self.spec.open(engine, architecture, "", None)
 
     def why_not_run(self, architecture: str) -> str:
         """Reason why an engine for an architecture cannot run on this machine; empty when it can."""
@@ -182,7 +182,8 @@ class Backend(ABC):
         self._check(request)
         reason = self.decline(request.plan, request.architecture) or self.build_blocker(request.architecture)
         if reason:
-            return self.refusal(request.plan, request.target, request.architecture, reason)
+            artifact = self.failure(request.plan, request.target, request.architecture, reason)
+            return replace(artifact, status=BuildStatus.DECLINED)
         log = request.output.with_name(f"{request.output.name}.log")
         with staged(request.output) as staging:
             response, detail = self._build_isolated(request, staging, log)
@@ -197,7 +198,7 @@ class Backend(ABC):
     def failure(
         self, plan: PrecisionPlan, target: str, architecture: str, detail: str, seconds: float = 0.0
     ) -> EngineArtifact:
-        """Artifact of a failed build, with the evidence."""
+        """Artifact without an engine, FAILED with the evidence; the start of every other one."""
         return EngineArtifact(
             backend=self.name,
             plan=plan.id,
@@ -213,10 +214,6 @@ class Backend(ABC):
             build_seconds=seconds,
             detail=detail,
         )
-
-    def refusal(self, plan: PrecisionPlan, target: str, architecture: str, reason: str) -> EngineArtifact:
-        """Artifact of a plan that the backend cannot honour."""
-        return replace(self.failure(plan, target, architecture, reason), status=BuildStatus.DECLINED)
 
     def open(self, artifact: EngineArtifact, path: Path) -> Runner:
         """Load a built engine; an `EngineError` where there is none, it was altered, or cannot run here."""

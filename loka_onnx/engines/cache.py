@@ -16,12 +16,9 @@ import inspect
 import os
 import platform
 import shutil
-import socket
-import tempfile
-import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -29,25 +26,20 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, ClassVar
 
-import psutil
-
 from loka_onnx.core import serde
 from loka_onnx.core.digests import CHUNK_BYTES, digest_file, digest_files, digest_json
 from loka_onnx.core.engine import EngineArtifact
 from loka_onnx.core.plan import PrecisionPlan
 from loka_onnx.core.serde import STRICT
 from loka_onnx.engines.base import Backend
-from loka_onnx.engines.isolation import interrupts_held, replace_directory, staged
+from loka_onnx.engines.isolation import replace_directory, staged
 from loka_onnx.engines.request import ENGINE, BuildRequest
 from loka_onnx.errors import OutputError, UserError
 from loka_onnx.graph.storage import model_digest
 from loka_onnx.sessions.host_devices import device_of_architecture, instruction_sets
 
-ENTRY = "entry.json"
-NEW, OLD = ".new-", ".old-"
-"""Prefixes of directories before and after they are entries."""
-STALE_SECONDS = 86_400.0
-"""Age at which such a directory of another machine counts as abandoned."""
+ENTRY, STAGED = "entry.json", "entry"
+"""Document of an entry; name of what is staged beside the entries before and after it is one."""
 _ELSEWHERE = {"model", "sample", "output", "relative_to", "limits", "target", "plan"}
 """Fields of a request that are not in the key, or in another form."""
 _BUILDING = defaultdict[str, Lock](Lock)
@@ -114,7 +106,7 @@ class EngineCache:
             try:
                 cached = self._take(key, request)
             except OSError as error:
-                cached, trouble = None, self._failed("be read", error)
+                cached, trouble = None, self._trouble("be read", error)
             if cached is not None:
                 return cached
             built = backend.build(request)
@@ -122,9 +114,10 @@ class EngineCache:
                 trouble = self._keep(key, built, request)
         return replace(built, detail="; ".join(filter(None, (built.detail, trouble)))) if trouble else built
 
-    def _failed(self, what: str, error: Exception) -> str:
+    def _trouble(self, what: str, error: Exception) -> str:
+        said = getattr(error, "evidence", "") or error
         remedy = "correct its permissions, name another place with `build.cache`, or do without"
-        return f"the engine cache '{self.directory}' cannot {what} ({error}): {remedy} (`build.cache_gb: 0`)"
+        return f"the engine cache '{self.directory}' cannot {what} ({said}): {remedy} (`build.cache_gb: 0`)"
 
     def entries(self) -> list[Path]:
         """Directories of the entries, the least recently used first."""
@@ -167,9 +160,8 @@ class EngineCache:
             cached = serde.loads(CachedEngine, (entry / ENTRY).read_text(encoding="utf-8"))
             if cached.key != key or set(cached.files) != _files_below(entry / ENGINE):
                 return None
-            for name, digest in cached.files.items():
-                if not _copy(entry / ENGINE / name, into / name, digest):
-                    return None
+            if not all(_copy(entry / ENGINE / n, into / n, digest) for n, digest in cached.files.items()):
+                return None
         except OutputError:
             raise
         except (UserError, UnicodeDecodeError, FileNotFoundError):
@@ -181,24 +173,19 @@ class EngineCache:
         """Copy an engine into the cache; return the error text if that fails."""
         if _bytes_below(request.output) > self.limit_bytes:
             return ""
-        new: Path | None = None
         try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            self._remove_stale()
-            with interrupts_held():
-                new = Path(tempfile.mkdtemp(prefix=f"{NEW}{_owner()}-", dir=self.directory))
-            shutil.copytree(request.output, new / ENGINE)
-            files = {n: digest_file(new / ENGINE / n) for n in sorted(_files_below(new / ENGINE))}
-            place = (request.relative_to or request.output) / (built.path or Path())
-            artifact = replace(built, path=place.relative_to(request.output))
-            now = datetime.now(UTC).isoformat(timespec="seconds")
-            serde.write(CachedEngine(key, artifact, files, now), new / ENTRY)
-            new.chmod(0o755)
-            entry = self.directory / key[:2] / key
-            entry.parent.mkdir(exist_ok=True)
-            # Keep the entry of another process that built the same.
-            if not entry.exists():
-                new.rename(entry)
+            with staged(self.directory / STAGED) as staging:
+                new, entry = staging / key, self.directory / key[:2] / key
+                shutil.copytree(request.output, new / ENGINE)
+                files = {n: digest_file(new / ENGINE / n) for n in sorted(_files_below(new / ENGINE))}
+                place = (request.relative_to or request.output) / (built.path or Path())
+                artifact = replace(built, path=place.relative_to(request.output))
+                now = datetime.now(UTC).isoformat(timespec="seconds")
+                serde.write(CachedEngine(key, artifact, files, now), new / ENTRY)
+                entry.parent.mkdir(exist_ok=True)
+                # Keep the entry of another process that built the same.
+                if not entry.exists():
+                    new.rename(entry)
             sizes = {each: _bytes_below(each) for each in self.entries()}
             total = sum(sizes.values())
             for each, size in sizes.items():
@@ -206,57 +193,29 @@ class EngineCache:
                     self._remove(each)
                     total -= size
         except (OSError, UserError) as error:
-            return self._failed("be written", error)
-        finally:
-            if new is not None:
-                with interrupts_held():
-                    shutil.rmtree(new, ignore_errors=True)
+            return self._trouble("be written", error)
         return ""
 
     def _remove(self, entry: Path) -> None:
-        gone = self.directory / f"{OLD}{_owner()}-{time.monotonic_ns()}"
         # Another process may have removed it, or the cache is read-only.
-        with suppress(OSError):
-            entry.rename(gone)
-            shutil.rmtree(gone, ignore_errors=True)
-
-    def _remove_stale(self) -> None:
-        """Remove directories of processes that were killed while they copied or removed."""
-        for place in (*self.directory.glob(f"{NEW}*"), *self.directory.glob(f"{OLD}*")):
-            host, _, rest = place.name.removeprefix(NEW).removeprefix(OLD).rpartition("@")
-            owner = rest.partition("-")[0]
-            with suppress(OSError):
-                is_here = host == socket.gethostname()
-                is_old = time.time() - place.stat().st_mtime > STALE_SECONDS
-                if is_old or (is_here and owner.isdecimal() and not psutil.pid_exists(int(owner))):
-                    shutil.rmtree(place, ignore_errors=True)
-
-
-@contextmanager
-def _writing(target: Path) -> Iterator[None]:
-    with OutputError(
-        f"E0809 cannot write '{target}'",
-        remedy="make room there or correct its permissions, and go on with `run --resume`",
-    ).in_place_of(OSError):
-        yield
+        with suppress(OSError, OutputError), staged(self.directory / STAGED) as staging:
+            entry.rename(staging / "gone")
 
 
 def _copy(source: Path, target: Path, digest: str) -> bool:
-    """Copy one file; return whether its digest matches. Only an unreadable source is an OSError."""
-    state = hashlib.sha256()
+    """Copy one file if it has a digest; return whether it has. Only an unreadable source is an OSError."""
     with source.open("rb") as stream:
-        with _writing(target):
+        if hashlib.file_digest(stream, "sha256").hexdigest() != digest:
+            return False
+        stream.seek(0)
+        with OutputError(
+            f"E0809 cannot write '{target}'",
+            remedy="make room there or correct its permissions, and go on with `run --resume`",
+        ).in_place_of(OSError):
             target.parent.mkdir(parents=True, exist_ok=True)
-            into = target.open("wb")
-        try:
-            while chunk := stream.read(CHUNK_BYTES):
-                state.update(chunk)
-                with _writing(target):
-                    into.write(chunk)
-        finally:
-            with _writing(target):
-                into.close()
-    return state.hexdigest() == digest
+            with target.open("wb") as into:
+                shutil.copyfileobj(stream, into, CHUNK_BYTES)
+    return True
 
 
 def _assigned(plan: PrecisionPlan) -> Mapping[str, Any]:
@@ -275,10 +234,6 @@ def _code_digest(source: str) -> str:
     root = Path(__file__).parents[1]
     files = [path for name in _CODE for path in sorted((root / name).rglob("*.py"))]
     return digest_files([*files, *([Path(source)] if source else [])])
-
-
-def _owner() -> str:
-    return f"{socket.gethostname()}@{os.getpid()}"
 
 
 def _files_below(directory: Path) -> set[str]:

@@ -11,6 +11,7 @@ import onnx
 from onnx import helper, numpy_helper
 from onnx.external_data_helper import uses_external_data
 
+from loka_onnx.graph.naming import unused
 from loka_onnx.graph.storage import read_external
 from loka_onnx.sessions.model_files import reads_of
 
@@ -129,9 +130,7 @@ class GraphDraft:
         return next(position for position, each in enumerate(self.nodes) if each is node)
 
     def _fresh(self, name: str) -> str:
-        fresh, number = name, 1
-        while fresh in self._names:
-            fresh, number = f"{name}.{number}", number + 1
+        fresh = unused(name, self._names)
         self._names.add(fresh)
         return fresh
 

@@ -12,6 +12,7 @@ import glob
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -30,6 +31,8 @@ from loka_onnx.errors import OutputError
 POLL_SECONDS = 0.02
 TAIL_LINES, TAIL_CHARACTERS = 20, 3000
 MIB = 1 << 20
+STALE_SECONDS = 86_400.0
+"""Age at which a staging directory of another machine counts as abandoned."""
 
 
 class Ending(StrEnum):
@@ -200,14 +203,17 @@ def tail(log: Path) -> str:
 
 def _make_staging(output: Path) -> Path:
     """Make a staging directory beside the output, and remove those of dead processes."""
-    prefix = f".{output.name}.building-"
+    prefix, here = f".{output.name}.building-", socket.gethostname()
     with OutputError(f"E0883 cannot write '{output}'").in_place_of(OSError):
         output.parent.mkdir(parents=True, exist_ok=True)
         for stale in output.parent.glob(f"{glob.escape(prefix)}*"):
-            owner = stale.name.removeprefix(prefix).partition("-")[0]
-            if owner.isdecimal() and not psutil.pid_exists(int(owner)):
-                shutil.rmtree(stale, ignore_errors=True)
-        return Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=output.parent))
+            host, _, rest = stale.name.removeprefix(prefix).rpartition("@")
+            owner = rest.partition("-")[0]
+            with contextlib.suppress(FileNotFoundError):
+                is_old = host != here and time.time() - stale.stat().st_mtime > STALE_SECONDS
+                if is_old or (host == here and owner.isdecimal() and not psutil.pid_exists(int(owner))):
+                    shutil.rmtree(stale, ignore_errors=True)
+        return Path(tempfile.mkdtemp(prefix=f"{prefix}{here}@{os.getpid()}-", dir=output.parent))
 
 
 def replace_directory(source: Path, target: Path, staging: Path) -> None:

@@ -5,7 +5,6 @@ Read from graphs that an engine maker has optimized, independently of the plan.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ import onnx
 from onnx import TensorProto
 
 from loka_onnx.engines.draft import GraphDraft, attribute
-from loka_onnx.sessions.model_files import FLOAT8_NAMES
+from loka_onnx.sessions.model_files import FLOAT8_NAMES, read_model
 
 INTEGER_OPS: Mapping[str, tuple[int, int]] = {
     **dict.fromkeys(("QGemm", "QLinearMatMul", "QLinearConv"), (0, 3)),
@@ -48,7 +47,7 @@ class OperandReader(GraphDraft):
     """Reads the operands of products in one ONNX file, which is not edited."""
 
     def __init__(self, model: Path) -> None:
-        super().__init__(onnx.load(os.fspath(model), load_external_data=False), model.parent)
+        super().__init__(read_model(model), model.parent)
         self._producers = {output: node for node in self.nodes for output in node.output}
         self._named = {node.name: node for node in self.nodes if node.name}
         inferred = onnx.shape_inference.infer_shapes(self._model).graph

@@ -8,7 +8,7 @@ time is not timed: rounding weights, making K contiguous, and shaping scales for
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from itertools import cycle
@@ -122,10 +122,10 @@ class PreparedOperands:
             return lambda: cast(value, inverse)
         if not kernel.precision.is_quantized:
             activation = self._wide_activation
-            weights = _in_turn(self._weight.bfloat16(), turns)
+            weights = cycle(copied(self._weight.bfloat16(), turns))
             return lambda: torch.matmul(activation, next(weights))
         (a, scale_a), (b, scale_b) = self._rounded_activation(kernel), self._rounded_weight(kernel)
-        weights = _in_turn(b, turns)
+        weights = cycle(copied(b, turns))
         if kernel.precision is Precision.INT8 and self._device != CPU:
             product, scale = _integer_product(*b.shape), scale_a * scale_b
             return lambda: product(a, next(weights), scale)
@@ -191,13 +191,13 @@ def simulated_mm(
     return (values if bias is None else values + bias).to(dtype)
 
 
-def _in_turn(weight: torch.Tensor, copies: int) -> Iterator[torch.Tensor]:
-    """Cycle through a weight and its copies."""
+def copied(weight: torch.Tensor, number: int) -> list[torch.Tensor]:
+    """Return a weight and copies of it, so many together."""
     import torch
 
     # PyTorch cannot clone FP8 tensors.
     raw = weight.view(torch.uint8) if weight.element_size() == 1 else weight
-    return cycle([weight, *(raw.clone().view(weight.dtype) for _ in range(copies - 1))])
+    return [weight, *(raw.clone().view(weight.dtype) for _ in range(number - 1))]
 
 
 def integer_sums(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,6 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
-import onnx
 
 from loka_onnx.core import serde
 from loka_onnx.engines.base import Backend
@@ -25,7 +24,7 @@ from loka_onnx.engines.device_lock import device_alone
 from loka_onnx.engines.request import ENGINE, PHASE, REQUEST, RESPONSE, WAITING, BuildRequest, BuildResponse
 from loka_onnx.errors import DataError, EngineError, LokaError
 from loka_onnx.sessions.backends import resolve
-from loka_onnx.sessions.model_files import batched_outputs
+from loka_onnx.sessions.model_files import batched_outputs, read_model
 from loka_onnx.sessions.runner import Arrays, Runner
 
 PR_SET_PDEATHSIG = 1
@@ -38,13 +37,11 @@ def main(arguments: Sequence[str]) -> int:
     try:
         backend: Backend = resolve(path)()
         response = _serve(backend, serde.read(BuildRequest, directory / REQUEST), directory)
-    except LokaError as error:
-        traceback.print_exc()
-        response = BuildResponse(error=str(error))
     except Exception as error:
         # Vendor libraries raise errors of any type.
         traceback.print_exc()
-        response = BuildResponse(error=f"{type(error).__name__}: {error}")
+        known = isinstance(error, LokaError)
+        response = BuildResponse(error=str(error) if known else f"{type(error).__name__}: {error}")
     serde.write(response, directory / RESPONSE)
     return 0
 
@@ -92,7 +89,7 @@ def _first_batches(runner: Runner, request: BuildRequest) -> None:
             where=str(request.sample),
             evidence=f"{rows} rows, the smallest batch has {request.batch.minimum}",
         )
-    batched = batched_outputs(onnx.load(os.fspath(request.model), load_external_data=False))
+    batched = batched_outputs(read_model(request.model))
     for size in sorted({request.batch.minimum, min(rows, request.batch.maximum)}):
         outputs: Arrays = runner.run({name: value[:size] for name, value in sample.items()})
         for name, value in outputs.items():

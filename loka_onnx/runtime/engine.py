@@ -107,14 +107,19 @@ class Engine(AbstractContextManager["Engine"]):
         self.inputs, self.outputs = manifest.inputs_of(part), manifest.outputs
         self.skipped: tuple[Skipped, ...] = ()
         self.metrics = Metrics()
+        self.served_sizes = runner.served_sizes
+        """Prepared batch sizes, ascending; a smaller request is padded unless that is too far."""
         self._manifest, self._runner = manifest, runner
+        self._is_fallback = entry == manifest.fallback
         self._request = typed({**sample.inputs, **sample.looked_up}, self.inputs)
         self._expected = typed(sample.expected, self.outputs)
         whose = "model" if part is Part.WHOLE else "dense part"
         self._layout = Layout(self.inputs, entry.batch, whose)
         self.shared = manifest.shared
         self._series = EngineSeries(entry.id, runner.served_sizes, entry.batch.max)
-        self._gate = _Gate()
+        self._gate = gate = _Gate()
+        # Not the engine itself: metrics that are registered somewhere must not keep it alive.
+        self.metrics.running, self.metrics.is_fallback = (lambda: gate.inside), self._is_fallback
         self._order: tuple[str, ...] = ()
         self._trust = ""
         self._routes: tuple[tuple[int, Engine], ...] = ()
@@ -122,11 +127,6 @@ class Engine(AbstractContextManager["Engine"]):
         self.release: Callable[[], object] = lambda: None
         self._warm: tuple[int, ...] = ()
         self._describe()
-
-    @property
-    def served_sizes(self) -> tuple[int, ...]:
-        """Prepared batch sizes, ascending; a smaller request is padded unless that is too far."""
-        return self._runner.served_sizes
 
     def infer(self, inputs: Mapping[str, Any], *, like: Any = None) -> dict[str, Any]:
         """Answer one request. Only its layout is checked, not its values.
@@ -209,7 +209,7 @@ class Engine(AbstractContextManager["Engine"]):
     def set_origin(self, skipped: Sequence[Skipped], order: tuple[str, ...], trust: str) -> None:
         """Store results of loading: the order of trial, and why programs may be loaded."""
         self.skipped, self._order, self._trust = tuple(skipped), order, trust
-        self._describe()
+        self.metrics.skipped = tuple(each.cause for each in skipped)
 
     def engine_for(self, rows: int) -> Engine:
         """Engine for a request of so many rows: that of the next routed size."""
@@ -296,10 +296,6 @@ class Engine(AbstractContextManager["Engine"]):
         )
 
     @property
-    def _is_fallback(self) -> bool:
-        return self.entry == self._manifest.fallback
-
-    @property
     def _others(self) -> tuple[Engine, ...]:
         engines = {id(engine): engine for _, engine in self._routes if engine is not self}
         return tuple(engines.values())
@@ -380,12 +376,10 @@ class Engine(AbstractContextManager["Engine"]):
         return engine if engine._runner.device == kind.device else None
 
     def _describe(self) -> None:
-        engines = [
+        self.metrics.engines = tuple(
             (each._series, (each.entry.id, each.entry.backend, each.entry.plan, each.entry.architecture))
             for each in (self, *self._others)
-        ]
-        causes, gate = [skipped.cause for skipped in self.skipped], self._gate
-        self.metrics.describe_engines(engines, causes, lambda: gate.inside, is_fallback=self._is_fallback)
+        )
 
 
 def _kind_of_error(error: BaseException) -> str:

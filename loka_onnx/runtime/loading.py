@@ -35,7 +35,7 @@ from loka_onnx.sessions.backends import get_spec, has_spec, in_phrase
 from loka_onnx.sessions.host_devices import device_of_architecture, integer_instructions
 from loka_onnx.sessions.model_files import operators, read_model
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
-from loka_onnx.sessions.runner import Names, ParallelRunner, Runner, SplitRunner
+from loka_onnx.sessions.runner import ParallelRunner, Runner, SplitRunner
 
 _LOG = logging.getLogger("loka_onnx.runtime")
 EP_CONTEXT = "EPContext"
@@ -204,7 +204,7 @@ class _Opener:
             _refuse_programs(path, entry, self.options)
         runner = self._session(path, entry)
         try:
-            _check_names(runner.names, manifest.inputs_of(entry.part), manifest.outputs)
+            _check_names(runner, manifest.inputs_of(entry.part), manifest.outputs)
             if entry.part is Part.DENSE and self.wanted is Part.WHOLE:
                 return SplitRunner(self._shared_lookup(), runner)
         except BaseException:
@@ -242,7 +242,7 @@ class _Opener:
             # Tables stay on the CPU whatever runs the dense part.
             lookup = onnx_session.OnnxSession(self.pin.path / cut.lookup, SessionOptions(threads=threads))
             asked = [spec for spec in self.manifest.inputs if spec.name in cut.lookup_inputs]
-            _check_names(lookup.names, asked, cut.tensors)
+            _check_names(lookup, asked, cut.tensors)
             self.lookup = lookup
         return self.lookup.shared()
 
@@ -293,7 +293,7 @@ class _Opener:
 def _refuse_programs(path: Path, entry: EngineEntry, options: SessionOptions | None) -> None:
     """Refuse a model with a program for a requested provider."""
     asked = () if options is None else options.providers
-    if get_spec(entry.backend).is_program(entry.architecture) or all(name in _HARMLESS for name in asked):
+    if is_program(entry) or all(name in _HARMLESS for name in asked):
         return
     if EP_CONTEXT in operators(read_model(path)):
         raise EngineError(
@@ -303,16 +303,14 @@ def _refuse_programs(path: Path, entry: EngineEntry, options: SessionOptions | N
         )
 
 
-def _check_names(names: Names | None, inputs: Iterable[TensorSpec], outputs: Iterable[TensorSpec]) -> None:
-    """Check the names of a file's inputs and outputs against the manifest."""
-    if names is None:
-        return
+def _check_names(runner: Runner, inputs: Iterable[TensorSpec], outputs: Iterable[TensorSpec]) -> None:
+    """Check the names of a file's inputs and outputs, where it states them, against the manifest."""
     taken, answered = {spec.name for spec in inputs}, {spec.name for spec in outputs}
-    if not set(names.inputs) <= taken or set(names.outputs) != answered:
+    if runner.output_names and (not {*runner.input_names} <= taken or {*runner.output_names} != answered):
         raise EngineError(
             "E1310 the engine is not the one that the manifest describes",
-            evidence=f"it takes {sorted(names.inputs)} and answers {sorted(names.outputs)}, the manifest has "
-            f"{sorted(taken)} and {sorted(answered)}",
+            evidence=f"it takes {sorted(runner.input_names)} and answers {sorted(runner.output_names)}, the "
+            f"manifest has {sorted(taken)} and {sorted(answered)}",
         )
 
 

@@ -118,29 +118,18 @@ class EngineSeries:
 
 
 class Metrics:
-    """Counters of a loaded engine, thread-safe."""
+    """Counters of a loaded engine, thread-safe. Their owner sets the serving `engines` (id, backend, plan and
+    architecture), the cause of each `skipped` one, and a function that returns the `running` requests.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._engines: tuple[tuple[EngineSeries, tuple[str, str, str, str]], ...] = ()
+        self.engines: tuple[tuple[EngineSeries, tuple[str, str, str, str]], ...] = ()
+        self.skipped: tuple[Cause, ...] = ()
+        self.running: Callable[[], int] = lambda: 0
+        self.is_fallback = False
         self._errors = dict.fromkeys(ERROR_KINDS, 0)
-        self._running: Callable[[], int] = lambda: 0
         self._host_copies = 0
-        self._skipped = {cause.value: 0 for cause in Cause}
-        self._is_fallback = False
-
-    def describe_engines(
-        self,
-        engines: Sequence[tuple[EngineSeries, tuple[str, str, str, str]]],
-        causes: Sequence[Cause],
-        running: Callable[[], int],
-        *,
-        is_fallback: bool,
-    ) -> None:
-        """Set the serving engines (id, backend, plan and architecture), and the cause of each skipped one."""
-        with self._lock:
-            self._engines, self._running, self._is_fallback = tuple(engines), running, is_fallback
-            self._skipped = {cause.value: list(causes).count(cause) for cause in Cause}
 
     def answered(self, series: _Series, rows: int, seconds: float) -> None:
         """Count an answered request."""
@@ -164,13 +153,13 @@ class Metrics:
         """Return all numbers of one moment."""
         with self._lock:
             return Snapshot(
-                latency=tuple(each for series, _ in self._engines for each in series.histograms()),
+                latency=tuple(each for series, _ in self.engines for each in series.histograms()),
                 errors=dict(self._errors),
-                running=self._running(),
+                running=self.running(),
                 host_copies=self._host_copies,
-                skipped=dict(self._skipped),
-                is_fallback=self._is_fallback,
-                engines=tuple(described for _, described in self._engines),
+                skipped={cause.value: self.skipped.count(cause) for cause in Cause},
+                is_fallback=self.is_fallback,
+                engines=tuple(described for _, described in self.engines),
             )
 
     def describe(self) -> list[Any]:

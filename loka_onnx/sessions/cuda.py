@@ -124,6 +124,8 @@ class CudaContext:
         self.activate()
         self._stream = ctypes.c_void_p()
         self._driver.call("cuStreamCreate", ctypes.byref(self._stream), STREAM_NON_BLOCKING)
+        self.stream = int(self._stream.value or 0)
+        """Handle of the stream."""
         self._buffers: dict[tuple[str, str], tuple[ctypes.c_uint64, int]] = {}
         self.moves = 0
         """Number of buffer reallocations: graphs captured before the last one are stale."""
@@ -131,11 +133,6 @@ class CudaContext:
     def activate(self) -> None:
         """Make the context current in the calling thread."""
         self._driver.call("cuCtxSetCurrent", self._context)
-
-    @property
-    def stream(self) -> int:
-        """Handle of the stream."""
-        return int(self._stream.value or 0)
 
     def _buffer(self, place: str, name: str, size: int) -> tuple[ctypes.c_uint64, int]:
         """Address and capacity of a buffer of at least `size` bytes; kept and grown between calls."""

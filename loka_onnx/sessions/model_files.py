@@ -70,8 +70,7 @@ def reads_of(nodes: Iterable[onnx.NodeProto]) -> Iterator[str]:
 
 def operators(model: onnx.ModelProto) -> frozenset[str]:
     """Operators of a model, including subgraphs and functions."""
-    bodies = (function.node for function in model.functions)
-    return frozenset(node.op_type for body in (model.graph.node, *bodies) for node in nested_nodes(body))
+    return frozenset(each.op_type for each in messages(model) if isinstance(each, onnx.NodeProto))
 
 
 def nested_nodes(body: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:

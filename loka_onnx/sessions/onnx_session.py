@@ -23,8 +23,8 @@ import onnx
 
 from loka_onnx.core.rewrite import INDEX, USERS
 from loka_onnx.errors import EngineError, MissingPackage, ModelError, line_of
-from loka_onnx.sessions.model_files import FLOAT8_TYPES, read_model
-from loka_onnx.sessions.runner import Arrays, Names, Runner, to_users
+from loka_onnx.sessions.model_files import FLOAT8_TYPES, messages, read_model
+from loka_onnx.sessions.runner import Arrays, Runner, to_users
 
 _BFLOAT16 = "tensor(bfloat16)"
 INSTALL = "pip install 'loka-onnx[cpu]' (or [nvidia], [amd]: exactly one of them)"
@@ -38,18 +38,12 @@ def import_onnxruntime() -> Any:
 
 
 def holds_float8(model: onnx.ModelProto) -> bool:
-    """True if an initializer, constant, cast or quantization has an FP8 type, including subgraphs."""
-
-    def holds(graph: onnx.GraphProto) -> bool:
-        return any(tensor.data_type in FLOAT8_TYPES for tensor in graph.initializer) or any(
-            (attribute.name in {"to", "output_dtype"} and attribute.i in FLOAT8_TYPES)
-            or attribute.t.data_type in FLOAT8_TYPES
-            or (attribute.type == onnx.AttributeProto.GRAPH and holds(attribute.g))
-            for node in graph.node
-            for attribute in node.attribute
-        )
-
-    return holds(model.graph)
+    """True if an initializer, constant, cast or quantization has an FP8 type, wherever it is."""
+    found = [*messages(model)]
+    tensors = {each.data_type for each in found if isinstance(each, onnx.TensorProto)}
+    attributes = (each for each in found if isinstance(each, onnx.AttributeProto))
+    casts = {each.i for each in attributes if each.name in {"to", "output_dtype"}}
+    return not FLOAT8_TYPES.isdisjoint(tensors | casts)
 
 
 @dataclass(frozen=True)
@@ -155,8 +149,8 @@ class OnnxSession(Runner):
         ).in_place_of(Exception, words=line_of):
             self._session = import_onnxruntime().InferenceSession(source, settings, providers=providers)
         inputs, outputs = self._session.get_inputs(), self._session.get_outputs()
-        self.input_names: tuple[str, ...] = tuple(value.name for value in inputs)
-        self.output_names: tuple[str, ...] = tuple(value.name for value in outputs)
+        self.input_names = tuple(value.name for value in inputs)
+        self.output_names = tuple(value.name for value in outputs)
         users = (value.name for value in inputs if value.shape[:1] == [USERS])
         self._shared = tuple(users) if INDEX in self.input_names else ()
         self._has_bfloat16 = any(value.type == _BFLOAT16 for value in (*inputs, *outputs))
@@ -186,11 +180,6 @@ class OnnxSession(Runner):
         except Exception as error:
             raise EngineError("E0921 ONNX Runtime failed on a batch", evidence=str(error)[:400]) from error
         return dict(zip(names, values, strict=True))
-
-    @property
-    def names(self) -> Names:
-        """Names of the graph."""
-        return Names(self.input_names, self.output_names)
 
     def shared(self) -> OnnxSession:
         """Another reference to the session: each is closed by itself, and the last one frees it."""

@@ -11,7 +11,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import cycle
 from queue import SimpleQueue
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import numpy as np
@@ -42,14 +41,6 @@ class Resident:
         """Run it once."""
         self.launch()
         self.wait()
-
-
-@dataclass(frozen=True)
-class Names:
-    """Names of an engine's inputs and outputs."""
-
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
 
 
 def check_types(inputs: Mapping[str, Borrowed], types: Mapping[str, npt.DTypeLike]) -> None:
@@ -88,10 +79,13 @@ class Buffers(Mapping[str, npt.NDArray[Any]]):
 class Runner(ABC):
     """A loaded engine; a context manager that frees it."""
 
-    @property
-    def names(self) -> Names | None:
-        """Names in its file; None where the file does not state them."""
-        return None
+    input_names: tuple[str, ...] = ()
+    output_names: tuple[str, ...] = ()
+    """Names in its file; neither where the file does not state them."""
+    served_sizes: tuple[int, ...] = ()
+    """Batch sizes with prepared buffers, CUDA graphs or programs, ascending."""
+    device: int | None = None
+    """CUDA device of `run_on_device`; None where rows come from the host."""
 
     @abstractmethod
     def run(self, inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
@@ -109,16 +103,6 @@ class Runner(ABC):
 
     def buffers(self, rows: int) -> Buffers | None:
         """Make memory for requests of so many rows that `run` reads in place; None where there is none."""
-        return None
-
-    @property
-    def served_sizes(self) -> tuple[int, ...]:
-        """Batch sizes with prepared buffers, CUDA graphs or programs, ascending."""
-        return ()
-
-    @property
-    def device(self) -> int | None:
-        """CUDA device of `run_on_device`; None where rows come from the host."""
         return None
 
     @property
@@ -141,9 +125,7 @@ class Runner(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -158,6 +140,9 @@ class ParallelRunner(Runner):
         for session in self.sessions:
             self._free.put(session)
         self._next = cycle(self.sessions)
+        first = self.sessions[0]
+        self.input_names, self.output_names = first.input_names, first.output_names
+        self.served_sizes, self.device = first.served_sizes, first.device
 
     def run(self, inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
         """Run one batch in a free session, or in the one whose memory it lies in."""
@@ -185,21 +170,6 @@ class ParallelRunner(Runner):
         return next(self._next).buffers(rows)
 
     @property
-    def names(self) -> Names | None:
-        """Names of the first session."""
-        return self.sessions[0].names
-
-    @property
-    def served_sizes(self) -> tuple[int, ...]:
-        """Sizes of the first session."""
-        return self.sessions[0].served_sizes
-
-    @property
-    def device(self) -> int | None:
-        """Device of the first session."""
-        return self.sessions[0].device
-
-    @property
     def stream(self) -> int:
         """Stream of the first session."""
         return self.sessions[0].stream
@@ -220,15 +190,11 @@ class SplitRunner(Runner):
 
     def __init__(self, lookup: Runner, dense: Runner) -> None:
         self.lookup, self.dense = lookup, dense
+        self.served_sizes = dense.served_sizes
 
     def run(self, inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
         """Run one batch of the model's own inputs."""
         return self.dense.run({**inputs, **self.lookup.run(inputs)})
-
-    @property
-    def served_sizes(self) -> tuple[int, ...]:
-        """Sizes of the dense engine."""
-        return self.dense.served_sizes
 
     def close(self) -> None:
         """Free both, even if freeing one fails."""

@@ -258,9 +258,9 @@ def test_what_killed_processes_left_is_removed(model, tmp_path):
         pass
     cache = EngineCache(tmp_path / "cache", GB)
     host = os.uname().nodename
-    left = tmp_path / "cache" / f".new-{host}@{gone.pid}-x"
-    mine = tmp_path / "cache" / f".old-{host}@{os.getpid()}-x"
-    foreign = tmp_path / "cache" / ".new-elsewhere@1-x"
+    left = tmp_path / "cache" / f".entry.building-{host}@{gone.pid}-x"
+    mine = tmp_path / "cache" / f".entry.building-{host}@{os.getpid()}-x"
+    foreign = tmp_path / "cache" / ".entry.building-elsewhere@1-x"
     for place in (left, mine, foreign):
         place.mkdir(parents=True)
     cache.build(Fake(), request_for(model, tmp_path / "a"))

@@ -25,14 +25,9 @@ from typing import IO, Any, BinaryIO
 import onnx
 
 from loka_onnx.bundle.format.documents import pinned, read_entry, refuse
-from loka_onnx.bundle.format.files import Verified, check_models, parse_manifest, verify_directory
+from loka_onnx.bundle.format.files import Verified, check_documents, check_models, verify_directory
 from loka_onnx.bundle.format.replace import check_replaceable, staged_directory, staged_file
-from loka_onnx.bundle.format.signature import (
-    MAX_SIGNATURE_BYTES,
-    SIGNATURE_NAME,
-    check_signature,
-    parse_signature,
-)
+from loka_onnx.bundle.format.signature import MAX_SIGNATURE_BYTES, SIGNATURE_NAME
 from loka_onnx.core.digests import CHUNK_BYTES, digest_bytes
 from loka_onnx.core.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, BundleFile, Manifest
 from loka_onnx.core.progress import Progress, silent
@@ -52,11 +47,10 @@ def name_of(bundle: Path) -> str:
 def verify_path(path: Path, keys: Sequence[Path] = (), progress: Progress = silent) -> Verified:
     """Check a bundle in either form; see `verify_directory`."""
     if path.is_file():
-        with _opened(path) as archive:
+        with _opened(path, keys) as archive:
             places = _copy(archive, None, progress)
             check_models(archive.manifest, path, lambda name: archive.model(name, places))
-            signer = check_signature(archive.signature, archive.text, keys, path) if keys else None
-            return Verified(archive.manifest, archive.claimed, signer)
+            return archive.documents
     return verify_directory(path, keys, progress)
 
 
@@ -143,9 +137,7 @@ class _Archive:
     path: Path
     stream: BinaryIO
     manifest: Manifest
-    text: bytes
-    signature: bytes | None
-    claimed: tuple[str, ...]
+    documents: Verified
 
     def model(self, path: str, places: dict[str, int]) -> onnx.ModelProto:
         """Read an ONNX model by the places that `_copy` returned."""
@@ -186,7 +178,7 @@ class _Compared(io.RawIOBase):
 
 
 @contextlib.contextmanager
-def _opened(path: Path) -> Iterator[_Archive]:
+def _opened(path: Path, keys: Sequence[Path] = ()) -> Iterator[_Archive]:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except OSError as error:
@@ -199,22 +191,19 @@ def _opened(path: Path) -> Iterator[_Archive]:
         if text is None:
             evidence = f"it does not begin with '{MANIFEST_NAME}'"
             refuse(path, "this is not a single-file bundle", evidence, f"name one; {_NOT_OURS}")
-        manifest = parse_manifest(text, path)
-        claimed: tuple[str, ...] = ()
         signature = read_entry(stream, SIGNATURE_NAME, MAX_SIGNATURE_BYTES, path)
-        if signature is not None:
-            claimed = parse_signature(signature, text, path).keys
+        documents = check_documents(text, signature, keys, path)
+        manifest = documents.manifest
         size = len(text) + len(signature or b"") + sum(file.bytes for file in distinct_files(manifest))
         if size > status.st_size:
             refuse(path, "the archive is cut short", f"{status.st_size} bytes, its files have {size}")
-        yield _Archive(path, stream, manifest, text, signature, claimed)
+        yield _Archive(path, stream, manifest, documents)
 
 
 def _copy(archive: _Archive, target: Path | None, progress: Progress) -> dict[str, int]:
     """Check every byte, write files to a directory, if given, and return places of contents by digest."""
-    entries = [(MANIFEST_NAME, len(archive.text), digest_bytes(archive.text))]
-    if archive.signature is not None:
-        entries.append((SIGNATURE_NAME, len(archive.signature), digest_bytes(archive.signature)))
+    documents = {MANIFEST_NAME: archive.documents.text, SIGNATURE_NAME: archive.documents.signature}
+    entries = [(n, len(text), digest_bytes(text)) for n, text in documents.items() if text is not None]
     entries += [(file.path, file.bytes, file.sha256) for file in distinct_files(archive.manifest)]
     total, done = sum(size for _, size, _ in entries), 0
     places, compared = dict[str, int](), _Compared(archive.stream)
@@ -253,10 +242,6 @@ def _extract(archive: _Archive, directory: Path, progress: Progress = silent) ->
     check_room(directory, sum(file.bytes for file in distinct_files(archive.manifest)))
     _copy(archive, directory, progress)
     add_names(directory, archive.manifest)
-    for folder, _, names in os.walk(directory):
-        Path(folder).chmod(0o755)
-        for name in names:
-            (Path(folder) / name).chmod(0o644)
     check_models(archive.manifest, archive.path, lambda path: read_model(directory / path))
 
 

@@ -177,7 +177,7 @@ def pinned(directory: Path) -> Iterator[Pin]:
         except LokaError as error:
             LokaError.__init__(
                 error,
-                pin.worded(error.what),
+                pin.worded(error.coded),
                 where=pin.worded(error.where),
                 evidence=pin.worded(error.evidence),
                 remedy=pin.worded(error.remedy),

@@ -77,11 +77,14 @@ def verify_bundle(directory: Path) -> Manifest:
 
 @dataclass(frozen=True)
 class Verified:
-    """A verified bundle: its manifest, the fingerprints of keys that it claims to be signed with
-    (unverified), and that of the accepted key that signed it (None where no key was given).
+    """A verified bundle: its manifest and signature, which also are there as they were read, the fingerprints
+    of keys that it claims to be signed with (unverified), and that of the accepted key that signed it (None
+    where no key was given).
     """
 
     manifest: Manifest
+    text: bytes
+    signature: bytes | None
     claimed: tuple[str, ...]
     signer: str | None
 
@@ -95,11 +98,9 @@ def verify_directory(directory: Path, keys: Sequence[Path] = (), progress: Progr
     """
     with pinned(directory) as pin:
         directory = pin.path
-        data = read_document(directory, MANIFEST_NAME, MAX_MANIFEST_BYTES)
-        signature = signature_bytes(directory)
-        signer = check_signature(signature, data, keys, directory) if keys else None
-        manifest = parse_manifest(data, directory)
-        claimed = () if signature is None else parse_signature(signature, data, directory).keys
+        text = read_document(directory, MANIFEST_NAME, MAX_MANIFEST_BYTES)
+        verified = check_documents(text, signature_bytes(directory), keys, directory)
+        manifest = verified.manifest
         present = set(_walk(directory)) - {MANIFEST_NAME, SIGNATURE_NAME}
         listed = {f.path for f in manifest.files}
         for path in sorted(present - listed):
@@ -113,7 +114,17 @@ def verify_directory(directory: Path, keys: Sequence[Path] = (), progress: Progr
             done += entry.bytes
             progress("verify", done, manifest.total_bytes)
         check_models(manifest, directory, lambda path: read_model(directory / path))
-        return Verified(manifest, claimed, signer)
+        return verified
+
+
+def check_documents(text: bytes, signature: bytes | None, keys: Sequence[Path], where: Path) -> Verified:
+    """Check a manifest and its signature, and with `keys` that one of them made it; `where` names the bundle
+    in messages. Its files are not checked.
+    """
+    signer = check_signature(signature, text, keys, where) if keys else None
+    manifest = parse_manifest(text, where)
+    claimed = () if signature is None else parse_signature(signature, text, where).keys
+    return Verified(manifest, text, signature, claimed, signer)
 
 
 def check_models(manifest: Manifest, where: Path, load: Callable[[str], onnx.ModelProto]) -> None:

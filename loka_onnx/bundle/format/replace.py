@@ -32,15 +32,16 @@ _RENAME_EXCHANGE = 2
 @contextlib.contextmanager
 def staged_directory(destination: Path) -> Iterator[Path]:
     """Yield an empty directory that replaces `destination` when the block ends without an error. Removes
-    leftovers of interrupted writers. Contents are synced to disk before the move. Raises OutputError if the
-    destination cannot be written.
+    leftovers of interrupted writers. Contents may be read by all, and are synced to disk before the move.
+    Raises OutputError if the destination cannot be written.
     """
     with _stage(destination) as stage:
         yield stage
         for folder, _, names in os.walk(stage):
-            Path(folder).chmod(0o755)
             for name in (*names, ""):
-                _sync(Path(folder, name))
+                path = Path(folder, name)
+                path.chmod(0o644 if name else 0o755)
+                _sync(path)
         with _locked(destination.parent):
             move_into_place(stage, destination)
 

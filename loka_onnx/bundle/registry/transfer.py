@@ -24,15 +24,9 @@ from typing import NoReturn
 
 from loka_onnx.bundle.format.archive import add_names, as_directory, check_room, distinct_files
 from loka_onnx.bundle.format.documents import COPY_AGAIN, OPEN_PLAIN, read_document
-from loka_onnx.bundle.format.files import parse_manifest, verify_bundle
+from loka_onnx.bundle.format.files import Verified, check_documents, parse_manifest, verify_directory
 from loka_onnx.bundle.format.replace import check_replaceable, remove_leftovers, staged_directory
-from loka_onnx.bundle.format.signature import (
-    MAX_SIGNATURE_BYTES,
-    SIGNATURE_NAME,
-    check_signature,
-    parse_signature,
-    signature_bytes,
-)
+from loka_onnx.bundle.format.signature import MAX_SIGNATURE_BYTES, SIGNATURE_NAME, signature_bytes
 from loka_onnx.bundle.registry.names import (
     BlobPart,
     Reference,
@@ -44,7 +38,7 @@ from loka_onnx.bundle.registry.names import (
 )
 from loka_onnx.bundle.registry.store import PUSH_AGAIN, Store, TransferOptions
 from loka_onnx.core.digests import digest_bytes, digest_file
-from loka_onnx.core.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, BundleFile, Manifest
+from loka_onnx.core.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, BundleFile
 from loka_onnx.errors import BundleInvalid, ConfigError, LokaError
 from loka_onnx.sessions.runner import map_in_order
 
@@ -83,13 +77,8 @@ def push_bundle(
 
 def _push(directory: Path, reference: Reference, store: Store, *, again: bool) -> PushResult:
     threads = store.options.threads
-    text = read_document(directory, MANIFEST_NAME, MAX_MANIFEST_BYTES)
-    signature = signature_bytes(directory)
-    manifest = verify_bundle(directory)
-    if read_document(directory, MANIFEST_NAME, MAX_MANIFEST_BYTES) != text:
-        _refuse(directory, MANIFEST_NAME)
-    digest = digest_bytes(text)
-    blobs = {file.sha256: file for file in manifest.files}.values()
+    verified = verify_directory(directory)
+    digest, blobs = digest_bytes(verified.text), distinct_files(verified.manifest)
     parts = [part for file in blobs for part in parts_of(file.sha256, file.bytes)]
     kept: set[BlobPart] = set()
     if not again:
@@ -99,9 +88,9 @@ def _push(directory: Path, reference: Reference, store: Store, *, again: bool) -
     for size in map_in_order(lambda send: send(), _sending(store, directory, blobs, kept), threads, 1):
         sent += size
         store.options.progress("push", sent, total)
-    if signature is not None:
-        store.write(bundle_key(digest, SIGNATURE_NAME), signature)
-    store.write(bundle_key(digest), text)
+    if verified.signature is not None:
+        store.write(bundle_key(digest, SIGNATURE_NAME), verified.signature)
+    store.write(bundle_key(digest), verified.text)
     if reference.name is not None:
         write_pointer(store, reference.name, digest)
     kept_bytes = sum(part.bytes for part in kept)
@@ -166,16 +155,6 @@ class PullResult:
     is_unchanged: bool
 
 
-@dataclass(frozen=True)
-class _Listed:
-    """A checked manifest of a registry, its bytes, its signature and the key that signed it."""
-
-    manifest: Manifest
-    text: bytes
-    signature: bytes | None
-    key: str | None
-
-
 def pull_bundle(
     place: str, directory: Path, options: TransferOptions | None = None, *, keys: Sequence[Path] = ()
 ) -> PullResult:
@@ -204,36 +183,34 @@ def pull_bundle(
             error.coded, where=reference.shown, evidence=error.evidence, remedy=remedy
         ) from error
     is_signed = listed.signature is not None
-    return PullResult(destination, digest, listed.key, is_signed, read, kept, is_unchanged)
+    return PullResult(destination, digest, listed.signer, is_signed, read, kept, is_unchanged)
 
 
-def _listed(store: Store, digest: str, keys: Sequence[Path]) -> _Listed:
+def _listed(store: Store, digest: str, keys: Sequence[Path]) -> Verified:
+    """Documents of a bundle in a registry, checked."""
     text = store.need(bundle_key(digest), MAX_MANIFEST_BYTES)
     if digest_bytes(text) != digest:
         evidence = f"sha256 {digest_bytes(text)[:16]}…, asked for {digest[:16]}…"
         raise BundleInvalid(
             "E1217 the manifest in the registry was altered", evidence=evidence, remedy=PUSH_AGAIN
         )
-    signature, here = store.read(bundle_key(digest, SIGNATURE_NAME), MAX_SIGNATURE_BYTES), Path(MANIFEST_NAME)
-    signer = check_signature(signature, text, keys, here) if keys else None
-    if signature is not None:
-        parse_signature(signature, text, here)
-    return _Listed(parse_manifest(text, here), text, signature, signer)
+    signature = store.read(bundle_key(digest, SIGNATURE_NAME), MAX_SIGNATURE_BYTES)
+    return check_documents(text, signature, keys, Path(MANIFEST_NAME))
 
 
-def _is_there(destination: Path, listed: _Listed) -> bool:
+def _is_there(destination: Path, listed: Verified) -> bool:
     """Return True if the destination holds this bundle, complete, with this signature."""
     try:
         if read_document(destination, MANIFEST_NAME, MAX_MANIFEST_BYTES) != listed.text:
             return False
         signature = signature_bytes(destination)
-        verify_bundle(destination)
+        verify_directory(destination)
     except BundleInvalid:
         return False
     return signature == listed.signature
 
 
-def _pull(store: Store, listed: _Listed, destination: Path) -> tuple[int, int]:
+def _pull(store: Store, listed: Verified, destination: Path) -> tuple[int, int]:
     """Write the bundle; return bytes that were read, and bytes that the old bundle had."""
     blobs = distinct_files(listed.manifest)
     old = _old_files(destination, {file.sha256 for file in blobs})
@@ -267,7 +244,7 @@ def _pull(store: Store, listed: _Listed, destination: Path) -> tuple[int, int]:
                 except OSError:
                     shutil.copyfile(old[file.sha256], target)
         add_names(stage, listed.manifest)
-        verify_bundle(stage)
+        verify_directory(stage)
     return total, sum(file.bytes for file in blobs) - total
 
 

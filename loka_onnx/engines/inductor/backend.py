@@ -31,14 +31,13 @@ from loka_onnx.engines.base import Availability, Backend
 from loka_onnx.engines.inductor.fusions import fuse
 from loka_onnx.engines.inductor.fusions.planned import PlannedGraph
 from loka_onnx.engines.inductor.package import read_engine, read_sources
-from loka_onnx.engines.inductor.session import import_torch, open_inductor
+from loka_onnx.engines.inductor.session import import_torch
 from loka_onnx.engines.inductor.site_precision import product_calls, site_precisions
 from loka_onnx.engines.inductor.spec import INDUCTOR
 from loka_onnx.engines.request import BuildRequest
 from loka_onnx.errors import EngineError, MissingPackage
 from loka_onnx.sessions.backends import BackendSpec
 from loka_onnx.sessions.cuda import CudaDevice, list_cuda_devices
-from loka_onnx.sessions.runner import Runner
 
 FIRST = 80
 """Lowest compute capability with BF16 and Triton products."""
@@ -206,15 +205,9 @@ class InductorBackend(Backend):
 
     def read_precision(self, request: BuildRequest, engine: Path) -> tuple[SitePrecision, ...]:
         """Read the exported program that the package describes, and its generated code."""
-        precisions = {decision.site: decision.precision for decision in request.plan.decisions}
-        planned = [(site, precisions[site.name]) for site in request.planned_sites]
         manifest = read_engine(engine)
         calls = {each.name: product_calls(read_sources(engine, each.name)) for each in manifest.programs}
-        return site_precisions(manifest, calls, planned)
-
-    def load(self, engine: Path, architecture: str) -> Runner:
-        """Load the package on the CPU, or the first GPU of its architecture."""
-        return open_inductor(engine, architecture)
+        return site_precisions(manifest, calls, request.planned)
 
 
 def _usable_gpus() -> tuple[CudaDevice, ...]:

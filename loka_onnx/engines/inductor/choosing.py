@@ -31,7 +31,7 @@ from loka_onnx.engines.inductor.lowering.strategies import (
     Tile,
     TiledProduct,
 )
-from loka_onnx.engines.tuned_kernels import calls_in_turn, copies_in_turn
+from loka_onnx.engines.tuned_kernels import calls_in_turn, copied, copies_in_turn
 from loka_onnx.engines.tuning import graph_timer
 
 TILES = (
@@ -85,8 +85,10 @@ class Chosen:
     tried: Mapping[tuple[str, str], ProductStrategy]
     otherwise: ProductStrategy
 
-    def products(self, sizes: Sequence[int]) -> PerSite:
-        """Return each site's allowed candidate of the smallest sum over `sizes`; else the exact library."""
+    def strategy(self, sizes: Sequence[int]) -> PerSite:
+        """Strategy of a program for `sizes`: each site's allowed candidate of the smallest sum over them, or
+        the exact library.
+        """
         choices: dict[str, ProductStrategy] = {each.site: ScaledMatMul() for each in self.measured}
         allowed = (each for each in self.measured if not each.obstacle)
         timed = sorted((sum(each.us[size] for size in sizes), each.kernel, each.site) for each in allowed)
@@ -267,9 +269,8 @@ def _time_product(case: _Case) -> float:
     """Microseconds of a product, including the epilogue where the same kernel computes it."""
     products = with_weights_in_turn(case.product)
     turns, launches = cycle(products), calls_in_turn(_LAUNCHES, len(products))
-    if case.strategy.fuses_epilogue:
-        return time_in_graph(lambda: case.strategy.multiply(next(turns), case.epilogue), launches)
-    return time_in_graph(lambda: case.strategy.multiply(next(turns)), launches)
+    epilogue = case.epilogue if case.strategy.fuses_epilogue else None
+    return time_in_graph(lambda: case.strategy.multiply(next(turns), epilogue), launches)
 
 
 def with_weights_in_turn(product: Factors) -> list[Factors]:
@@ -278,10 +279,8 @@ def with_weights_in_turn(product: Factors) -> list[Factors]:
     kernel, which made a faster engine (227 for 251 µs: Wukong small in BF16 at 256, H100).
     """
     weight = product.b.t().contiguous()
-    copies = copies_in_turn(weight.numel() * weight.element_size())
-    # PyTorch cannot clone FP8 tensors.
-    raw = weight.view(torch.uint8)
-    return [product, *(replace(product, b=raw.clone().view(weight.dtype).t()) for _ in range(copies - 1))]
+    weights = copied(weight, copies_in_turn(weight.numel() * weight.element_size()))
+    return [product, *(replace(product, b=each.t()) for each in weights[1:])]
 
 
 def _time_behind(case: _Case) -> float:

@@ -27,7 +27,7 @@ from loka_onnx.engines.inductor.choosing import Chooser, Recorder
 from loka_onnx.engines.inductor.fusions import FusionReport, fuse
 from loka_onnx.engines.inductor.fusions.planned import PlannedGraph
 from loka_onnx.engines.inductor.lowering.model import lower
-from loka_onnx.engines.inductor.lowering.strategies import ScaledMatMul
+from loka_onnx.engines.inductor.lowering.strategies import ProductStrategy, ScaledMatMul
 from loka_onnx.engines.inductor.package import (
     RECORD,
     CompiledSite,
@@ -73,12 +73,12 @@ def compile_engine(request: BuildRequest, into: Path, compilers: Compilers) -> P
     ids = id_bounds(GraphModel.load(request.model))
     ports = input_ports(model.source, ids), output_ports(model.source)
     build = Build(request, settings, compilers, *ports, into.parent / "scratch")
-    products = chosen_products(build, model)
+    strategy_for = chosen_strategy(build, model)
     programs, files, lowered = [], {}, []
     waiting = into.parent / WAITING
     for program in batch_programs(request.batch, static=settings.static):
         served = [size for size in request.batch.sizes if program.minimum <= size <= program.maximum]
-        module = lower(model, products(served)).to(torch_device(request.architecture)).eval()
+        module = lower(model, strategy_for(served)).to(torch_device(request.architecture)).eval()
         # Other builds choose their kernels between two programs.
         times = settings.max_autotune or settings.search_launches
         with device_alone(request.architecture, waiting) if times else nullcontext():
@@ -114,8 +114,8 @@ def planned_graph(model: Path, *, fuses: bool) -> PlannedGraph:
     return graph
 
 
-def chosen_products(build: Build, model: PlannedGraph) -> Callable[[Sequence[int]], Any]:
-    """Return the strategy for a program's batch sizes: on a GPU, the fastest measured kernels."""
+def chosen_strategy(build: Build, model: PlannedGraph) -> Callable[[Sequence[int]], ProductStrategy]:
+    """Return a function that gives a program of some sizes its strategy: on a GPU, the fastest kernels."""
     request, settings = build.request, build.settings
     library = ScaledMatMul(settings.fast_accumulation)
     device = torch_device(request.architecture)
@@ -134,7 +134,7 @@ def chosen_products(build: Build, model: PlannedGraph) -> Callable[[Sequence[int
     for each in chosen.measured:
         times = ", ".join(f"{us:.2f} µs at batch {n}" for n, us in each.us.items())
         print(f"{each.site}: {each.kernel}: {times or each.obstacle}; error {each.error:.2g}", flush=True)
-    return chosen.products
+    return chosen.strategy
 
 
 def batch_programs(batch: BatchRange, *, static: bool) -> tuple[Program, ...]:

@@ -302,7 +302,8 @@ class GraphExecutor(Executor):
                 return served.captured.outputs
             moved = []
             for port in self._engine.inputs:
-                rows = feeds[port.name][piece.start : piece.start + piece.rows].to(self._dtype(port))
+                dtype = getattr(self._torch, port.dtype)
+                rows = feeds[port.name][piece.start : piece.start + piece.rows].to(dtype)
                 padding = rows[-1:].expand(piece.size - piece.rows, *rows.shape[1:])
                 moved.append(self._torch.cat([rows, padding]) if piece.size > piece.rows else rows)
             return self._calls[placement.program](moved)
@@ -409,7 +410,7 @@ class GraphExecutor(Executor):
         program = next(p for p in self._engine.programs if p.minimum <= size <= p.maximum)
         call, views = self._calls[program.name], {}
         for block in blocks_of(self._engine.inputs, size):
-            held = block.view(self._device, self._dtype(block.ports[0]), size)
+            held = block.view(self._device, getattr(self._torch, block.ports[0].dtype), size)
             views.update({port.name: each for port, each in zip(block.ports, held, strict=True)})
         inputs = {port.name: views[port.name] for port in self._engine.inputs}
 
@@ -429,6 +430,3 @@ class GraphExecutor(Executor):
 
     def _moved(self, piece: Piece, inputs: Mapping[str, npt.NDArray[Any]]) -> list[Tensor]:
         return [each.to(self._gpu.device) for each in self._tensors(piece, inputs)]
-
-    def _dtype(self, port: InputPort) -> Any:
-        return self._torch.from_numpy(np.empty(0, port.dtype)).dtype

@@ -103,7 +103,9 @@ class InductorSession(Runner):
     """A loaded package; concurrent calls run in turn. Closes its `executor`."""
 
     def __init__(self, engine: InductorEngine, executor: Executor) -> None:
-        self.engine = engine
+        self.engine, self.device = engine, executor.device
+        # Sizes with a CUDA graph or a program of their own.
+        self.served_sizes = engine.graph_sizes if executor.captures or engine.is_static else ()
         self._executor: Executor | None = executor
         self._lock = threading.Lock()
         self._placements: dict[int, tuple[Placement, ...]] = {}
@@ -133,17 +135,6 @@ class InductorSession(Runner):
         return Buffers(staging.targets(rows), self, staging)
 
     @property
-    def served_sizes(self) -> tuple[int, ...]:
-        """Batch sizes with a CUDA graph or a program of their own."""
-        captures = self._executor is not None and self._executor.captures
-        return self.engine.graph_sizes if captures or self.engine.is_static else ()
-
-    @property
-    def device(self) -> int | None:
-        """Number of the GPU; None on the CPU, and after closing."""
-        return None if self._executor is None else self._executor.device
-
-    @property
     def stream(self) -> int:
         """Handle of its stream."""
         return self._open_executor().stream
@@ -167,7 +158,7 @@ class InductorSession(Runner):
         with self._lock:
             if self._executor is not None:
                 self._executor.close()
-            self._executor = None
+            self._executor = self.device = None
 
     def _execute(self, rows: int, work: Callable[[Executor, tuple[Placement, ...]], R]) -> R:
         """Call `work` alone, with the placements of some rows; a failure is an error of the engine."""

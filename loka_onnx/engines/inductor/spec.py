@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from loka_onnx.core.backends import ACTIVATIONS, ARITHMETIC, MOVEMENTS, Fusions
 from loka_onnx.core.devices import CPU, NVIDIA
 from loka_onnx.core.formats import E4M3FN, INT8
 from loka_onnx.core.manifest import Need
-from loka_onnx.engines.inductor.session import INSTALL, import_torch, open_inductor
+from loka_onnx.engines.inductor.session import INSTALL, open_inductor
 from loka_onnx.sessions import cuda
 from loka_onnx.sessions.backends import BackendSpec, installed_version
 from loka_onnx.sessions.onnx_session import SessionOptions
@@ -26,10 +25,6 @@ class InductorSpec(BackendSpec):
     def device_obstacle(self, architecture: str) -> str:
         """See `BackendSpec.device_obstacle`."""
         return "" if architecture == CPU else cuda.why_no_gpu(architecture)
-
-    def load_library(self) -> Any:
-        """See `BackendSpec.load_library`."""
-        return import_torch()
 
     def version(self) -> str:
         """See `BackendSpec.version`; PyTorch, which takes seconds, is not imported for it."""

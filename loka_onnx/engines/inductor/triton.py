@@ -55,23 +55,23 @@ def _torch(source: Source, engine: InductorEngine, needs: str) -> Form:
         for ports in (model.inputs, model.outputs)
     )
     package = ModelFile(f"{VERSION}/model.pt2", source.entry.path, program=engine.programs[0].name)
-    others = tuple(file for file in model.files if file.path != package.path)
     # Under `platform: "torch_aoti"` the backend checks types, not versions: a wrong one is a crash.
     remarks = [f"{needs}; the server does not check that"]
     if source.entry.architecture != CPU:
         remarks.append("runs without CUDA graphs")
-    return Form(replace(model, inputs=inputs, outputs=outputs, files=(package, *others)), tuple(remarks))
+    return Form(
+        replace(model, inputs=inputs, outputs=outputs, files=(package, *model.files[1:])), tuple(remarks)
+    )
 
 
 def _python(source: Source, engine: InductorEngine, needs: str, reason: str) -> Form:
     model = model_of(source, ("python", "", "model.py"), engine.sizes)
     package = ModelFile(f"{VERSION}/model.pt2", source.entry.path)
     code = ModelFile(f"{VERSION}/model.py", content=Path(triton_model.__file__).read_bytes())
-    others = tuple(file for file in model.files if not file.path.startswith(f"{VERSION}/"))
     # The session picks the GPU of the engine's architecture itself.
     kind = ON_CPU if source.entry.architecture == CPU else BY_MODEL
     remarks = (f"runs in Triton's Python backend: {reason}", f"{needs}, and loka-onnx in the server's Python")
-    return Form(replace(model, kind=kind, files=(code, package, *others)), remarks)
+    return Form(replace(model, kind=kind, files=(code, package, *model.files[1:])), remarks)
 
 
 def rename_program(package: Path, program: str, target: Path) -> None:

@@ -35,7 +35,6 @@ from loka_onnx.engines.migraphx.session import (
     ProgramFile,
     ProgramInput,
     ProgramOutput,
-    open_migraphx,
     read_engine,
     why_not_run,
 )
@@ -43,11 +42,10 @@ from loka_onnx.engines.migraphx.site_precision import parse_program, site_precis
 from loka_onnx.engines.migraphx.spec import MIGRAPHX
 from loka_onnx.engines.request import BuildRequest
 from loka_onnx.errors import EngineError, MissingPackage, ModelError
-from loka_onnx.graph.storage import INLINE_LIMIT_BYTES, link_or_copy
+from loka_onnx.graph.storage import link_or_copy, move_outside
 from loka_onnx.sessions.backends import BackendSpec
 from loka_onnx.sessions.host_devices import list_amd_architectures
-from loka_onnx.sessions.model_files import batched_outputs, data_locations
-from loka_onnx.sessions.runner import Runner
+from loka_onnx.sessions.model_files import batched_outputs, data_locations, read_model
 
 ENGINE_FILE, DIALECT_FILE = "engine.json", "dialect.onnx"
 
@@ -107,7 +105,7 @@ class MigraphxBackend(Backend):
             cache.parent.mkdir(parents=True, exist_ok=True)
             # A user's setting takes precedence; this process builds one engine and ends.
             os.environ.setdefault(api.PROBLEM_CACHE, os.fspath(cache))
-        planned = onnx.load(os.fspath(request.model), load_external_data=False)
+        planned = read_model(request.model)
         inputs, form = inputs_of(planned), FORMS.get(architecture, Float8Form.FNUZ)
         source, folder = request.model.parent, into / "dialect"
         folder.mkdir()
@@ -141,10 +139,6 @@ class MigraphxBackend(Backend):
         files = (engine.parent / each.file for each in read_engine(engine).programs)
         programs = [parse_program(str(api.load_program(migraphx, file))) for file in files]
         return site_precisions(programs, request.planned)
-
-    def load(self, engine: Path, architecture: str) -> Runner:
-        """Load the programs."""
-        return open_migraphx(engine, architecture)
 
     def files(self, engine: Path) -> tuple[Path, ...]:
         """Return the manifest and its programs, or an invalid file alone."""
@@ -181,10 +175,6 @@ def save_dialect(model: onnx.ModelProto, source: Path, folder: Path) -> Path:
         place.parent.mkdir(parents=True, exist_ok=True)
         link_or_copy(Path(os.path.realpath(source / name)), place)
     target = folder / DIALECT_FILE
-    inline = sum(len(tensor.raw_data) for tensor in model.graph.initializer)
-    if inline > INLINE_LIMIT_BYTES:
-        data = f"{DIALECT_FILE}.data"
-        onnx.save(model, os.fspath(target), save_as_external_data=True, location=data, size_threshold=1024)
-    else:
-        onnx.save(model, os.fspath(target))
+    move_outside(model, target)
+    onnx.save(model, os.fspath(target))
     return target

@@ -125,7 +125,6 @@ def to_fnuz(draft: GraphDraft) -> None:
     unchanged; those that did have a smaller error.
     """
     for node in _float8_nodes(draft):
-        _check_format(draft, node)
         scale = draft.values(node.input[1])
         with np.errstate(over="ignore"):
             doubled = (scale * 2).astype(scale.dtype)
@@ -160,7 +159,6 @@ def to_carrier(draft: GraphDraft) -> None:
     then, the file's values are half of the intended ones (`to_fnuz`): it is never run itself.
     """
     for node in _float8_nodes(draft):
-        _check_format(draft, node)
         for index in (0, 2):
             name = node.input[index]
             if _is_stored_float8(draft, name):
@@ -170,20 +168,21 @@ def to_carrier(draft: GraphDraft) -> None:
 
 
 def _float8_nodes(draft: GraphDraft) -> Iterator[Node]:
-    return (node for node in quantized_nodes(draft) if draft.quantized_kind(node) in FLOAT8_TYPES)
+    """Yield every Q and DQ of FP8; a `ModelError` for another FP8 than E4M3FN."""
+    for node in quantized_nodes(draft):
+        if draft.quantized_kind(node) not in FLOAT8_TYPES:
+            continue
+        for name in (node.input[0], node.input[2]):
+            if _is_stored_float8(draft, name) and draft.values(name).dtype != E4M3FN:
+                raise ModelError(
+                    "E0855 MIGraphX multiplies FP8 of E4M3FN plans only",
+                    where=f"node '{node.name}'",
+                    evidence=f"'{name}' is {draft.values(name).dtype.name}",
+                    remedy="plan with the format E4M3FN",
+                )
+        yield node
 
 
 def _is_stored_float8(draft: GraphDraft, name: str) -> bool:
     """True for an FP8 constant; a Q may also read a wider one."""
     return name in draft.constants and draft.kind(name) in FLOAT8_TYPES
-
-
-def _check_format(draft: GraphDraft, node: Node) -> None:
-    for name in (node.input[0], node.input[2]):
-        if _is_stored_float8(draft, name) and draft.values(name).dtype != E4M3FN:
-            raise ModelError(
-                "E0855 MIGraphX multiplies FP8 of E4M3FN plans only",
-                where=f"node '{node.name}'",
-                evidence=f"'{name}' is {draft.values(name).dtype.name}",
-                remedy="plan with the format E4M3FN",
-            )

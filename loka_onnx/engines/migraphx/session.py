@@ -138,6 +138,7 @@ class MigraphxSession(Runner):
 
     def __init__(self, migraphx: Any, engine: Path, document: MigraphxEngine) -> None:
         self._migraphx, self._document = migraphx, document
+        self.served_sizes = document.sizes
         self._lock = threading.Lock()
         self._batched = {output.name for output in document.outputs if output.is_batched}
         self._programs: dict[int, Any] = {}
@@ -145,11 +146,6 @@ class MigraphxSession(Runner):
             loaded = load_program(migraphx, engine.parent / program.file)
             _check_parameters(loaded, program, document)
             self._programs[program.rows] = loaded
-
-    @property
-    def served_sizes(self) -> tuple[int, ...]:
-        """Batch sizes of the programs."""
-        return self._document.sizes
 
     def run(self, inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
         """Run one batch, in as many programs as needed."""

@@ -89,8 +89,7 @@ class Instruction:
     @property
     def label(self) -> str:
         """Readable name: ``quant_dot @5``."""
-        kernel = _KERNEL.search(self.attributes)
-        return f"{kernel['kernel'] if kernel else self.operation} {self.name}"
+        return f"{self.kernel.removesuffix(self.attributes)} {self.name}"
 
 
 @dataclass(frozen=True)
@@ -311,7 +310,9 @@ class _QuantizedSites:
         return types, False, evidence
 
     def _claims(self, site: Site) -> int:
-        """Number of sites of a site's size, plus groups that would have it if merged."""
+        """Products of a site's size that its plan asks for: one for each site of that size, and one for each
+        group of sites on one tensor whose columns add up to it, as they may be merged.
+        """
         groups: dict[str, list[int]] = {}
         for each in self._sites:
             if each.k == site.k:

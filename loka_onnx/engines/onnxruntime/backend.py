@@ -10,6 +10,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import ClassVar
 
@@ -66,9 +67,8 @@ from loka_onnx.errors import LokaError, MissingPackage, ModelError
 from loka_onnx.graph.storage import Stored, link_or_copy, move_outside, read_external
 from loka_onnx.sessions.backends import BackendSpec
 from loka_onnx.sessions.host_devices import INTEGER_INSTRUCTIONS, integer_instructions
-from loka_onnx.sessions.model_files import data_locations
-from loka_onnx.sessions.onnx_session import OnnxSession, import_onnxruntime
-from loka_onnx.sessions.runner import Runner
+from loka_onnx.sessions.model_files import data_locations, read_model
+from loka_onnx.sessions.onnx_session import import_onnxruntime
 
 ENGINE_FILE = "engine.onnx"
 TIME_PRODUCTS = "time_products"
@@ -146,22 +146,19 @@ class OnnxRuntimeBackend(Backend):
         """Every host runs the CPU provider; another needs its GPU and its build of ONNX Runtime."""
         return self.spec.device_obstacle(architecture)
 
-    def load(self, engine: Path, architecture: str) -> Runner:
-        """Open a session, never above BASIC for FP8."""
-        if self.provider(architecture).key == CPU.key:
-            return OnnxSession(engine)
-        return open_io_binding(engine, self.name, architecture)
-
     def files(self, engine: Path) -> tuple[Path, ...]:
-        """The ONNX file, its external data, its settings and compiled programs."""
-        return (*_model_files(engine), *(engine.parent / name for name in settings_beside(engine)))
+        """The ONNX file, its external data, settings and programs; a file of another kind alone."""
+        data: tuple[str, ...] = ()
+        with suppress(ModelError):
+            data = data_locations(read_model(engine))
+        return (engine, *(engine.parent / name for name in (*data, *settings_beside(engine))))
 
     def compile(self, request: BuildRequest, into: Path) -> Path:
         """Copy the model and, for a GPU, determine settings that load."""
         engine = _copy_model(request.model, into)
         provider = self.provider(request.architecture)
         if provider.key == CPU.key:
-            model = onnx.load(os.fspath(engine), load_external_data=False)
+            model = read_model(engine)
             if request.options.get(INT8_TABLES) and request.plan.id != Precision.FP32:
                 _store_tables(model, engine)
             write_convolutions(model)
@@ -181,17 +178,16 @@ class OnnxRuntimeBackend(Backend):
 
     def read_precision(self, request: BuildRequest, engine: Path) -> tuple[SitePrecision, ...]:
         """Read the operands of each planned site from the loaded graph, and the provider that runs it."""
-        provider = self.provider(request.architecture)
-        if provider.key == CPU.key:
-            return self._read_optimized(request, engine, provider, None)
-        with open_io_binding(engine, self.name, request.architecture) as session:
-            placement = Placement(provider, session.placement())
-        print(placement.describe(), flush=True)
-        if not provider.compiles:
-            return self._read_optimized(request, engine, provider, placement)
-        name = f"the graph whose types {provider.name} keeps"
-        graph = OperandReader(engine)
-        return _read_sites(request, Graphs(graph, graph, False, name), placement)
+        provider, placement = self.provider(request.architecture), None
+        if provider.key != CPU.key:
+            with open_io_binding(engine, self.name, request.architecture) as session:
+                placement = Placement(provider, session.placement())
+            print(placement.describe(), flush=True)
+        with tempfile.TemporaryDirectory(prefix="optimized-", dir=engine.parent) as folder:
+            graphs = _graphs(request, engine, provider, Path(folder))
+            return tuple(
+                site_precision(site.name, precision, graphs, placement) for site, precision in request.planned
+            )
 
     def read_remarks(self, log: str) -> tuple[str, ...]:
         """See `Backend.read_remarks`: tables that stay in FP32."""
@@ -200,21 +196,6 @@ class OnnxRuntimeBackend(Backend):
     def provider(self, architecture: str) -> Provider:
         """Provider of an architecture's engines."""
         return provider_for(self.name, architecture)
-
-    def _read_optimized(
-        self, request: BuildRequest, engine: Path, provider: Provider, placement: Placement | None
-    ) -> tuple[SitePrecision, ...]:
-        is_fp32 = provider.key == CPU.key or bool(request.plan.fp8_sites)
-        with tempfile.TemporaryDirectory(prefix="optimized-", dir=engine.parent) as folder:
-            optimized = Path(folder) / "optimized.onnx"
-            dump_optimized(engine, optimized, provider, device_of(provider, request.architecture))
-            integers = None
-            if request.plan.int8_sites:
-                fused = Path(folder) / "integers.onnx"
-                dump_optimized(engine, fused, provider, keeps_float8=False)
-                integers = OperandReader(fused)
-            graphs = Graphs(OperandReader(engine), OperandReader(optimized), is_fp32, integers=integers)
-            return _read_sites(request, graphs, placement)
 
 
 class OnnxRuntimeTensorRtBackend(OnnxRuntimeBackend):
@@ -280,12 +261,18 @@ def _first_that_loads(engine: Path, settings: IoBindingSettings, device: int) ->
     return simpler
 
 
-def _read_sites(
-    request: BuildRequest, graphs: Graphs, placement: Placement | None
-) -> tuple[SitePrecision, ...]:
-    return tuple(
-        site_precision(site.name, precision, graphs, placement) for site, precision in request.planned
-    )
+def _graphs(request: BuildRequest, engine: Path, provider: Provider, folder: Path) -> Graphs:
+    """Graphs from which the precision of sites is read; optimized ones are written into a folder."""
+    before, integers = OperandReader(engine), None
+    if provider.compiles:
+        return Graphs(before, before, False, f"the graph whose types {provider.name} keeps")
+    optimized, fused = folder / "optimized.onnx", folder / "integers.onnx"
+    dump_optimized(engine, optimized, provider, device_of(provider, request.architecture))
+    if request.plan.int8_sites:
+        dump_optimized(engine, fused, provider, keeps_float8=False)
+        integers = OperandReader(fused)
+    is_fp32 = provider.key == CPU.key or bool(request.plan.fp8_sites)
+    return Graphs(before, OperandReader(optimized), is_fp32, integers=integers)
 
 
 def _copy_model(model: Path, into: Path) -> Path:
@@ -293,7 +280,7 @@ def _copy_model(model: Path, into: Path) -> Path:
     engine = into / ENGINE_FILE
     shutil.copyfile(model, engine)
     source = Path(os.path.realpath(model.parent))
-    for location in data_locations(onnx.load(os.fspath(model), load_external_data=False)):
+    for location in data_locations(read_model(model)):
         data = Path(os.path.realpath(source / location))
         if not data.is_relative_to(source) or not data.is_file() or Path(location).name == ENGINE_FILE:
             raise ModelError(
@@ -306,13 +293,3 @@ def _copy_model(model: Path, into: Path) -> Path:
         place.parent.mkdir(parents=True, exist_ok=True)
         link_or_copy(data, place)
     return engine
-
-
-def _model_files(engine: Path) -> tuple[Path, ...]:
-    """Return the ONNX file and its external data; a file that is not ONNX alone, which its digest exposes."""
-    try:
-        locations = data_locations(onnx.load(os.fspath(engine), load_external_data=False))
-    except Exception:
-        # The type of error depends on the protobuf implementation.
-        return (engine,)
-    return (engine, *(engine.parent / location for location in locations))

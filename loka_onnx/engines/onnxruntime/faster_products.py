@@ -58,7 +58,7 @@ class FasterProducts:
         slower: dict[str, str] = {}
         units = self._units()
         read = Names().union(*(self._read(nodes) for nodes, _ in units))
-        rows = {size: self._entries(read - sample.keys(), sample, size) for size in sizes}
+        rows = {size: self._values(read - sample.keys(), sample, size) for size in sizes}
         for nodes, by_tensor in units:
             times = self._race(nodes, rows, by_tensor.values())
             if len(by_tensor) > 1:
@@ -94,8 +94,8 @@ class FasterProducts:
         outputs = {name for node in inside for name in node.output}
         return Names(reads_of(inside)) - outputs - self._stored - {""}
 
-    def _entries(self, names: Names, sample: Arrays, size: int) -> Arrays:
-        """Return tensors of one batch: that many rows of the sample, which is repeated."""
+    def _values(self, names: Names, sample: Arrays, size: int) -> Arrays:
+        """Run the model on a batch of the sample's rows, repeated; return its inputs and these tensors."""
         exposed = onnx.ModelProto.FromString(self._model.SerializeToString())
         hidden = sorted(names - {value.name for value in exposed.graph.output})
         exposed.graph.output.extend(map(helper.make_empty_tensor_value_info, hidden))

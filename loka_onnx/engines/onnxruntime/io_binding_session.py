@@ -45,7 +45,7 @@ from loka_onnx.sessions.buckets import padded, padded_rows, pieces_of, rows_of, 
 from loka_onnx.sessions.cuda import CudaContext
 from loka_onnx.sessions.dlpack import DTYPES, Borrowed
 from loka_onnx.sessions.onnx_session import import_onnxruntime
-from loka_onnx.sessions.runner import Allocate, Arrays, Names, Resident, Runner, check_types
+from loka_onnx.sessions.runner import Allocate, Arrays, Resident, Runner, check_types
 
 _NO_GRAPH, _FIRST_GRAPH = -1, 1
 
@@ -85,7 +85,9 @@ class IoBindingSession(Runner):
         threads: int = 0,
     ) -> None:
         self._ort = import_onnxruntime()
-        self._provider, self._device = PROVIDERS[settings.provider], device
+        self._provider, self._index = PROVIDERS[settings.provider], device
+        # A provider that copies reads the host's memory.
+        self.device = device if self._provider.memory == "cuda" else None
         self._lock = threading.Lock()
         self._cuda: CudaContext | None = None
         self._remove_copy: weakref.finalize[..., Any] | None = None
@@ -107,18 +109,14 @@ class IoBindingSession(Runner):
         self._session = start_session(engine, options, chain)
         self._types = {i.name: _numpy_type(i.name, i.type) for i in self._session.get_inputs()}
         outputs = self._session.get_outputs()
-        self.output_names: tuple[str, ...] = tuple(output.name for output in outputs)
+        self.input_names, self.output_names = tuple(self._types), tuple(output.name for output in outputs)
         self._batched = {o.name for o in outputs if o.shape and not isinstance(o.shape[0], int)}
         self._bound: dict[int, _Buffers] = {}
         for number, size in enumerate(settings.sizes, _FIRST_GRAPH):
             inputs = self._session.get_inputs()
             zeros = {i.name: np.zeros(_fixed_shape(i, size), self._types[i.name]) for i in inputs}
             self._bound[size] = self._bind(zeros, number)
-
-    @property
-    def names(self) -> Names:
-        """Names of the graph."""
-        return Names(tuple(self._types), self.output_names)
+        self.served_sizes = tuple(self._bound)
 
     def run(self, inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
         """Run one batch."""
@@ -132,26 +130,16 @@ class IoBindingSession(Runner):
             return dict(zip(self.output_names, values, strict=True))
 
     @property
-    def served_sizes(self) -> tuple[int, ...]:
-        """Batch sizes with fixed buffers, ascending."""
-        return tuple(self._bound)
-
-    @property
-    def device(self) -> int | None:
-        """Number of the GPU whose memory inputs and outputs lie in; None for a provider that copies."""
-        return self._device if self._provider.memory == "cuda" else None
-
-    @property
     def stream(self) -> int:
         """Handle of the stream that copies to and from the buffers are queued on."""
         with self._lock:
-            return self._copies().stream
+            return self._copying_context().stream
 
     def run_on_device(self, inputs: Mapping[str, Borrowed], allocate: Allocate) -> dict[str, Borrowed]:
         """Run one batch through fixed buffers; one that fits no size is bound directly."""
         check_types(inputs, self._types)
         with self._lock:
-            cuda = self._copies()
+            cuda = self._copying_context()
             cuda.activate()
             run = self._run_pieces if self._fits(inputs) else self._run_where_it_lies
             return run(cuda, inputs, allocate)
@@ -192,10 +180,10 @@ class IoBindingSession(Runner):
             return bool(self._bound)
         return padded_rows(rows_of(inputs), self.served_sizes) is not None
 
-    def _copies(self) -> CudaContext:
-        """Stream for copies on the device; opened by the first request that needs it."""
+    def _copying_context(self) -> CudaContext:
+        """Context whose stream copies on the device; opened by the first request that needs it."""
         if self._cuda is None:
-            self._cuda = CudaContext(self._device)
+            self._cuda = CudaContext(self._index)
         return self._cuda
 
     def _run_pieces(
@@ -235,9 +223,9 @@ class IoBindingSession(Runner):
         memory, binding = self._provider.memory, self._session.io_binding()
         for name, kind in self._types.items():
             value = inputs[name]
-            binding.bind_input(name, memory, self._device, kind, list(value.shape), value.address)
+            binding.bind_input(name, memory, self._index, kind, list(value.shape), value.address)
         for name in self.output_names:
-            binding.bind_output(name, memory, self._device)
+            binding.bind_output(name, memory, self._index)
         self._try(lambda: self._session.run_with_iobinding(binding, self._run_options(_NO_GRAPH)))
         answer = {}
         for name, value in zip(self.output_names, binding.get_outputs(), strict=True):
@@ -251,7 +239,7 @@ class IoBindingSession(Runner):
         memory, value_of = self._provider.memory, self._ort.OrtValue.ortvalue_from_numpy
         inputs = {
             # Copied, because on the CPU the value shares the array's memory.
-            name: self._try(partial(value_of, np.array(value, order="C"), memory, self._device))
+            name: self._try(partial(value_of, np.array(value, order="C"), memory, self._index))
             for name, value in arrays.items()
         }
         trial, binding = self._session.io_binding(), self._session.io_binding()
@@ -259,7 +247,7 @@ class IoBindingSession(Runner):
             trial.bind_ortvalue_input(name, value)
             binding.bind_ortvalue_input(name, value)
         for name in self.output_names:
-            trial.bind_output(name, memory, self._device)
+            trial.bind_output(name, memory, self._index)
         # The first run gives the shapes of outputs that inference does not.
         self._try(lambda: self._session.run_with_iobinding(trial, self._run_options(_NO_GRAPH)))
         outputs = dict(zip(self.output_names, trial.get_outputs(), strict=True))

@@ -5,12 +5,9 @@ An engine need not be trusted to run code: its settings cannot name files or lib
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar
-
-import onnx
 
 from loka_onnx.core.formats import E4M3FNUZ, Precision
 from loka_onnx.core.plan import PrecisionPlan
@@ -18,6 +15,7 @@ from loka_onnx.core.serde import STRICT
 from loka_onnx.engines.onnxruntime.providers import CPU, CUDA, MIGRAPHX, PROVIDERS, TENSORRT, Provider
 from loka_onnx.engines.request import BuildRequest
 from loka_onnx.errors import EngineError, ModelError
+from loka_onnx.sessions.model_files import read_model
 
 SETTINGS_FILE = "settings.json"
 """File beside the engine."""
@@ -121,7 +119,7 @@ def without_graphs(settings: IoBindingSettings) -> IoBindingSettings:
 
 def _profiles(request: BuildRequest) -> dict[str, str]:
     """Optimization profile as the provider takes it: ``x:64x13,ids:64x26``."""
-    graph = onnx.load(os.fspath(request.model), load_external_data=False).graph
+    graph = read_model(request.model).graph
     stored = {tensor.name for tensor in graph.initializer}
     shapes: dict[str, tuple[int, ...]] = {}
     for value in graph.input:

@@ -21,7 +21,7 @@ from loka_onnx.engines.draft import GraphDraft
 from loka_onnx.engines.onnx_operands import INTEGER_OPS, OperandReader, Source, is_same_up_to_transpose
 from loka_onnx.engines.onnxruntime.cpu_form import part_name
 from loka_onnx.engines.onnxruntime.providers import PlacedNode, Provider, provider_chain, start_session
-from loka_onnx.sessions.model_files import FLOAT8_TYPES
+from loka_onnx.sessions.model_files import FLOAT8_TYPES, read_model
 from loka_onnx.sessions.onnx_session import holds_float8, import_onnxruntime, keep_float8_exact
 
 TYPE_NAMES = {Precision.FP32: "float", Precision.BF16: "bfloat16", Precision.FP16: "float16"}
@@ -88,7 +88,7 @@ def dump_optimized(
     settings.add_session_config_entry(f"{external}_min_size_in_bytes", "1024")
     chain, bare = provider_chain(provider, {}, device, None), engine.with_name(f"{engine.stem}.bare.onnx")
     try:
-        if not keeps_float8 and holds_float8(model := onnx.load(os.fspath(engine), load_external_data=False)):
+        if not keeps_float8 and holds_float8(model := read_model(engine)):
             # Beside the engine, whose external data it reads.
             onnx.save(_without_float8_pairs(model, engine.parent), os.fspath(bare))
         start_session(bare if bare.exists() else engine, settings, chain)

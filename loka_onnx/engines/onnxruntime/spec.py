@@ -60,10 +60,6 @@ class OnnxRuntimeSpec(BackendSpec):
             return in_phrase(error)
         return ""
 
-    def version(self) -> str:
-        """See `BackendSpec.version`."""
-        return str(onnx_session.import_onnxruntime().__version__)
-
     def requirement(self, version: str, architecture: str) -> tuple[Need, str]:
         """Exact for what a provider compiled; a graph is compiled where it is loaded."""
         is_exact = self.knows(architecture) and self.is_program(architecture) and bool(version)

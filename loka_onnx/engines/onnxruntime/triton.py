@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
-
-import onnx
 
 from loka_onnx.core import serde
 from loka_onnx.core.devices import CPU
@@ -59,7 +56,7 @@ def _session(
     """Fields of the optimization policy, and remarks on settings that it cannot hold."""
     remarks: list[str] = []
     fields: list[tuple[str, Any]] = []
-    is_float8 = holds_float8(onnx.load(os.fspath(source.path), load_external_data=False))
+    is_float8 = holds_float8(read_model(source.path))
     if is_float8 and not provider.compiles:
         # This project's sessions use BASIC with session.disable_quant_qdq, which Triton does not pass on;
         # with all optimizations off the values are the same.

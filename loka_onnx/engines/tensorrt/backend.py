@@ -31,8 +31,8 @@ The same holds for INT8 with zero point 0, also on sm75 (FP16) and sm86; UINT8 a
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -207,10 +207,5 @@ def _asked(request: BuildRequest, **more: Any) -> BuildSettings:
     return BuildSettings(request.architecture, request.batch, **settings)
 
 
-@contextmanager
-def _on_gpu(request: BuildRequest) -> Iterator[CudaContext]:
-    device = CudaContext(first_gpu(request.architecture).index)
-    try:
-        yield device
-    finally:
-        device.close()
+def _on_gpu(request: BuildRequest) -> closing[CudaContext]:
+    return closing(CudaContext(first_gpu(request.architecture).index))

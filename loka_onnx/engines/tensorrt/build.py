@@ -25,13 +25,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import onnx
-
 from loka_onnx.core.installation import cache_directory
 from loka_onnx.engines.draft import GraphDraft
 from loka_onnx.engines.request import BatchRange
 from loka_onnx.engines.tensorrt.dialect import keep_tables_once, split_by_heads
 from loka_onnx.errors import EngineError, ModelError
+from loka_onnx.sessions.model_files import read_model
 
 MAX_MESSAGES = 8
 OPTIONS = {"optimization_level": range(6), "workspace_mib": range(1, 1 << 20)}
@@ -110,7 +109,7 @@ def known_capabilities(trt: Any) -> frozenset[str]:
 
 def _parse(parser: Any, model: Path, settings: BuildSettings) -> bool:
     if settings.rtx_dialect:
-        draft = GraphDraft(onnx.load(os.fspath(model), load_external_data=False), model.parent)
+        draft = GraphDraft(read_model(model), model.parent)
         if [*keep_tables_once(draft), *split_by_heads(draft)]:
             return bool(parser.parse(draft.finished().SerializeToString(), os.fspath(model)))
     return bool(parser.parse_from_file(os.fspath(model)))

@@ -35,15 +35,8 @@ if TYPE_CHECKING:
     from loka_onnx.engines.tensorrt.spec import TensorRtSpec
 
 _LOG = logging.getLogger("loka_onnx.sessions")
-NUMPY_TYPES: Mapping[str, npt.DTypeLike] = {
-    "FLOAT": np.float32,
-    "HALF": np.float16,
-    "INT8": np.int8,
-    "UINT8": np.uint8,
-    "INT32": np.int32,
-    "INT64": np.int64,
-    "BOOL": np.bool_,
-}
+_SAME_NAME = ("int8", "uint8", "int32", "int64", "bool")
+NUMPY_TYPES = {"FLOAT": "float32", "HALF": "float16", **{name.upper(): name for name in _SAME_NAME}}
 """NumPy type of each member of `DataType` that has one."""
 
 
@@ -99,7 +92,7 @@ class TensorRtSession(Runner):
     """A deserialized engine; calls from several threads run one after the other."""
 
     def __init__(self, trt: Any, engine: Path, device: int = 0) -> None:
-        self._trt, self._index = trt, device
+        self._trt, self.device = trt, device
         self._lock = threading.Lock()
         self._instances: dict[int, _Instance] = {}
         self._cuda = CudaContext(device)
@@ -136,11 +129,7 @@ class TensorRtSession(Runner):
         for profile in range(engine.num_optimization_profiles) if self._batched else ():
             _, tuned, _ = engine.get_tensor_profile_shape(self._batched[0], profile)
             self._profiles[int(tuned[0])] = profile
-
-    @property
-    def served_sizes(self) -> tuple[int, ...]:
-        """Batch sizes that the engine is tuned for, ascending."""
-        return tuple(sorted(self._profiles))
+        self.served_sizes = tuple(sorted(self._profiles))
 
     def run(self, inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
         """Run one batch, inside the optimization profile."""
@@ -153,11 +142,6 @@ class TensorRtSession(Runner):
                 staged = self._cuda.staging(name, shape, self._types[name])
                 answer[name] = staged[tuple(map(slice, self._cut(name, shape, shapes)))].copy()
             return answer
-
-    @property
-    def device(self) -> int | None:
-        """Number of the GPU."""
-        return self._index
 
     @property
     def stream(self) -> int:
@@ -240,11 +224,9 @@ class TensorRtSession(Runner):
         counts = {shapes[name][:1] for name in self._batched}
         return next(iter(counts.pop()), None) if len(counts) == 1 else None
 
-    def _cut(
-        self, name: str, shape: tuple[int, ...], inputs: Mapping[str, tuple[int, ...]]
-    ) -> tuple[int, ...]:
-        """Shape of an output without padding rows."""
-        rows = self._rows(inputs)
+    def _cut(self, name: str, shape: tuple[int, ...], sent: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+        """Shape of an output without padding rows, for a request with inputs of the shapes `sent`."""
+        rows = self._rows(sent)
         return (rows, *shape[1:]) if rows is not None and name in self._follows else shape
 
     def _instance_for(self, shapes: Mapping[str, tuple[int, ...]]) -> _Instance:

@@ -88,9 +88,10 @@ def model_of(
     inputs, outputs = ports_of(source.inputs, names), ports_of(source.outputs, names)
     measured = () if entry.evaluation is None else (each.batch for each in entry.evaluation.latencies)
     low, high = entry.batch.min, entry.batch.max
-    rows = {port.name: np.ascontiguousarray(source.sample[port.tensor][0]) for port in inputs}
     # Random rows would hold ids that no table has.
-    warmup = {port.name: f"input{index}.bin" for index, port in enumerate(inputs)}
+    rows = [np.ascontiguousarray(source.sample[port.tensor][0]) for port in inputs]
+    warmup = {p.name: (f"input{i}.bin", rows[i].shape or (1,)) for i, p in enumerate(inputs)}
+    first = (ModelFile(f"{WARMUP}/input{i}.bin", content=row.tobytes()) for i, row in enumerate(rows))
     return BackendModel(
         name=source.name,
         backend=backend,
@@ -102,11 +103,7 @@ def model_of(
         minimum=low,
         maximum=high,
         sizes=tuple(size for size in sorted({*(sizes or measured)}) if low <= size <= high),
-        files=(
-            ModelFile(f"{VERSION}/{file}", entry.path),
-            *(ModelFile(f"{WARMUP}/{warmup[name]}", content=row.tobytes()) for name, row in rows.items()),
-        ),
+        files=(ModelFile(f"{VERSION}/{file}", entry.path), *first),
         warmup=warmup,
-        warmup_dims={name: row.shape or (1,) for name, row in rows.items()},
         parameters={**source.parameters, f"{PARAMETER}architecture": entry.architecture},
     )

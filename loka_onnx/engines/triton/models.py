@@ -60,9 +60,9 @@ class Port:
     row_shape: tuple[int | None, ...]
 
     @property
-    def dims(self) -> tuple[int, ...]:
-        """Shape without the batch as clients see it."""
-        return tuple(OPEN if size is None else size for size in self.row_shape) or (1,)
+    def data_type(self) -> Symbol:
+        """Triton's name of its element type."""
+        return Symbol(DATA_TYPES[self.dtype])
 
     def declared(self) -> Fields:
         """Fields of `ModelInput` or `ModelOutput` of a model that a backend runs."""
@@ -71,9 +71,9 @@ class Port:
 
     def seen_by_clients(self) -> Fields:
         """The same of an ensemble: its steps reshape, so it must not."""
-        dims: Fields = tuple(("dims", size) for size in self.dims)
+        shape = [OPEN if size is None else size for size in self.row_shape] or [1]
         # `dims` stays a list where it has one element: both forms are right, one is easier to read.
-        return (("name", self.name), ("data_type", Symbol(DATA_TYPES[self.dtype])), *dims)
+        return (("name", self.name), ("data_type", self.data_type), *(("dims", size) for size in shape))
 
 
 def ports_of(specs: tuple[TensorSpec, ...], names: Mapping[str, str] | None = None) -> tuple[Port, ...]:
@@ -154,8 +154,8 @@ class BackendModel:
         kind: Place of its instances, ``KIND_CPU``, ``KIND_GPU`` or ``KIND_MODEL``.
         minimum: Fewest rows of a batch; the server knows no such bound.
         sizes: Batch sizes that it is served at, ascending.
-        warmup: Name of the file that holds the first row of an input, by the input's name.
-        warmup_dims: Shape of that row, by the input's name.
+        files: The engine first.
+        warmup: File that holds the first row of an input, and that row's shape, by the input's name.
         optimization: Fields of `ModelOptimizationPolicy`.
         queues: Requests wait for others; those of a step in front of another do not.
     """
@@ -171,8 +171,7 @@ class BackendModel:
     maximum: int
     sizes: tuple[int, ...]
     files: tuple[ModelFile, ...]
-    warmup: Mapping[str, str] = field(default_factory=dict)
-    warmup_dims: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    warmup: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
     optimization: Fields = ()
     parameters: Mapping[str, str] = field(default_factory=dict)
     queues: bool = True
@@ -202,14 +201,11 @@ class BackendModel:
         )
 
     def _warmup(self, size: int) -> Fields:
-        rows = {
-            port.name: (
-                ("data_type", port.declared()[1][1]),
-                *(("dims", length) for length in self.warmup_dims[port.name]),
-                ("input_data_file", self.warmup[port.name]),
-            )
-            for port in self.inputs
-        }
+        rows: dict[str, Value] = {}
+        for port in self.inputs:
+            file, shape = self.warmup[port.name]
+            dims = (("dims", length) for length in shape)
+            rows[port.name] = (("data_type", port.data_type), *dims, ("input_data_file", file))
         return (("name", f"rows{size}"), ("batch_size", size), *entries("inputs", rows), ("count", 1))
 
 

@@ -254,16 +254,16 @@ def test_a_bundle_that_does_not_verify_is_not_pushed(one, url):
 
 
 def test_a_file_that_changes_during_the_push_is_noticed(one, url, monkeypatch):
-    verify = transfer.verify_bundle
+    verify = transfer.verify_directory
 
     def then_change(directory):
-        manifest = verify(directory)
+        verified = verify(directory)
         with (directory / "report/extra-0.bin").open("r+b") as stream:
             stream.seek(40_000)
             stream.write(b"\0\0\0\0")
-        return manifest
+        return verified
 
-    monkeypatch.setattr(transfer, "verify_bundle", then_change)
+    monkeypatch.setattr(transfer, "verify_directory", then_change)
     with pytest.raises(BundleInvalid, match=r"'report/extra-0\.bin' was altered while it was pushed"):
         push_bundle(one, f"{url}#prod", FAST)
     fs, root = fsspec.core.url_to_fs(url)

@@ -37,7 +37,7 @@ def refuses(bundle: Path, message: str) -> None:
         verify_bundle(bundle)
     assert str(bundle) in str(caught.value)
     assert "remedy:" in str(caught.value)
-    assert caught.value.exit_code == 3
+    assert (caught.value.exit_code, caught.value.code) == (3, "E1246")
 
 
 @pytest.mark.parametrize(

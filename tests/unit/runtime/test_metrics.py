@@ -69,7 +69,7 @@ def test_errors_are_counted_by_kind(engine, monkeypatch):
 def test_the_bucket_of_a_batch(sizes, largest, count, bucket):
     series = EngineSeries("e", sizes, largest)
     metrics = Metrics()
-    metrics.describe_engines([(series, ("e", "b", "p", "a"))], (), lambda: 0, is_fallback=False)
+    metrics.engines = ((series, ("e", "b", "p", "a")),)
     metrics.answered(series.of(count), count, 2e-4)
     (found,) = metrics.snapshot().latency
     assert (found.batch, found.rows) == (bucket, count)

@@ -219,7 +219,7 @@ def _check_graph(graph: PlannedGraph, match: _Attention) -> None:
         raise DeclinedFusion("its softmax is not over the keys")
     inner = {id(node) for node in (*match.inside, match.out)}
     for tensor in (tensor for node in match.inside for tensor in node.outputs):
-        others = [reader for reader in tensor.readers if reader.outputs and id(reader) not in inner]
+        others = [reader for reader in tensor.readers if id(reader) not in inner]
         if others or graph.is_output(tensor):
             who = others[0].name if others else "an output"
             raise DeclinedFusion(f"'{tensor.name}' is read by {who} as well")

@@ -40,7 +40,7 @@ def padded(size: int) -> int:
 
 def only_reader(graph: PlannedGraph, tensor: Tensor) -> Node | None:
     """Return the only reader of a tensor; None for several readers or an output of the graph."""
-    readers = [node for node in tensor.readers if node.outputs]
+    readers = tensor.readers
     return readers[0] if len(readers) == 1 and not graph.is_output(tensor) else None
 
 
@@ -89,7 +89,6 @@ def is_quantize(node: Node) -> bool:
     """True for a saturating Q to `EIGHT_BITS` with one constant scale and zero point 0."""
     return (
         node.op == "QuantizeLinear"
-        and bool(node.outputs)
         and node.outputs[0].kind in EIGHT_BITS
         and is_symmetric(node)
         and bool(node.attrs.get("saturate", 1))
@@ -108,7 +107,7 @@ class Ends:
     @classmethod
     def of(cls, graph: PlannedGraph, end: Tensor) -> Ends:
         """Outputs for the readers of Z; of several Q with different scales, the kernel computes none."""
-        readers = [reader for reader in end.readers if reader.outputs]
+        readers = end.readers
         quantized = [reader for reader in readers if is_quantize(reader)]
         narrow = quantized[0] if len(quantized) == 1 else None
         return cls(narrow is None or len(readers) > 1 or graph.is_output(end), narrow)

@@ -56,7 +56,7 @@ def stacked_branches(graph: PlannedGraph, node: Node) -> Fused | None:
             writer.add_join(join, stack)
         for branch, each in enumerate(step):
             result = each.outputs[0]
-            if graph.is_output(result) or any(r.outputs and id(r) not in inside for r in result.readers):
+            if graph.is_output(result) or any(id(r) not in inside for r in result.readers):
                 writer.add_part(branch, stack, result)
     for each in (each for step in steps for each in step):
         each.outputs = []
@@ -129,7 +129,7 @@ def _followed(first: Step) -> list[Step]:
     """Follow all branches from their first nodes as long as they are alike; producers come first."""
     steps, packs = [first], {id(_result(first)): [node.outputs[0] for node in first]}
     for step in steps:
-        for reader in (each for each in _result(step).readers if each.outputs):
+        for reader in _result(step).readers:
             twins = [
                 reader,
                 *(_twin(reader, node.outputs[0], i + 1, packs) for i, node in enumerate(step[1:])),
@@ -152,7 +152,7 @@ def _twin(node: Node, tensor: Tensor, branch: int, packs: dict[int, list[Tensor]
         is_free = node.op in _ELEMENTWISE or is_plain(node)
         return mine.shape == theirs.shape and (is_free or mine.values.tobytes() == theirs.values.tobytes())
 
-    for other in (each for each in tensor.readers if each.outputs):
+    for other in tensor.readers:
         is_same = (node.op, node.attrs, len(node.inputs)) == (other.op, other.attrs, len(other.inputs))
         if is_same and all(is_alike(*pair) for pair in zip(node.inputs, other.inputs, strict=True)):
             return other
@@ -174,7 +174,7 @@ def _is_join(node: Node, step: Step) -> bool:
     """True for a Concat of all branches, in order, behind the batch axis."""
     parts = [id(each.outputs[0]) for each in step]
     shape = _result(step).shape or ()
-    is_all = node.op == "Concat" and bool(node.outputs) and [id(each) for each in node.inputs] == parts
+    is_all = node.op == "Concat" and [id(each) for each in node.inputs] == parts
     return is_all and node.attrs["axis"] % max(1, len(shape)) > 0 and None not in shape[1:]
 
 

@@ -63,8 +63,8 @@ class Tensor:
 
     @property
     def readers(self) -> list[Node]:
-        """Its distinct readers."""
-        return list({id(node): node for node in self.consumers}.values())
+        """Its distinct readers, without those that another node has replaced."""
+        return list({id(node): node for node in self.consumers if node.outputs}.values())
 
 
 @dataclass(eq=False)

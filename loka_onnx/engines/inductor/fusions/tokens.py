@@ -319,7 +319,7 @@ def _is_all_mixed(product: Node) -> bool:
         for reader in ends.pop().readers:
             if reader.op in {"Split", "Cast"}:
                 ends += reader.outputs
-            elif reader.outputs and not swaps_tokens(reader):
+            elif not swaps_tokens(reader):
                 return False
     return True
 

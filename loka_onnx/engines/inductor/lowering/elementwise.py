@@ -19,25 +19,17 @@ _SAME_NAME = (
     "Relu Round Sigmoid Sin Sinh Sqrt Sub Tan Tanh Where"
 )
 """Operators that torch calls by the same name, in lower case."""
+_LOGICAL, _ACTIVATIONS = ("And", "Not", "Or", "Xor"), ("HardSwish", "Mish", "Softplus", "Softsign")
 PLAIN: dict[str, Lowering] = {
     **{op_type: getattr(torch, op_type.lower()) for op_type in _SAME_NAME.split()},
-    "And": torch.logical_and,
-    "BitwiseAnd": torch.bitwise_and,
-    "BitwiseNot": torch.bitwise_not,
-    "BitwiseOr": torch.bitwise_or,
-    "BitwiseXor": torch.bitwise_xor,
+    **{op_type: getattr(torch, f"logical_{op_type.lower()}") for op_type in _LOGICAL},
+    **{f"Bitwise{op_type}": getattr(torch, f"bitwise_{op_type.lower()}") for op_type in _LOGICAL},
+    **{op_type: getattr(functional, op_type.lower()) for op_type in _ACTIVATIONS},
     "Equal": torch.eq,
     "Greater": torch.gt,
     "GreaterOrEqual": torch.ge,
-    "HardSwish": functional.hardswish,
     "Less": torch.lt,
     "LessOrEqual": torch.le,
-    "Mish": functional.mish,
-    "Not": torch.logical_not,
-    "Or": torch.logical_or,
-    "Softplus": functional.softplus,
-    "Softsign": functional.softsign,
-    "Xor": torch.logical_xor,
     # Of any number of tensors.
     "Max": lambda *xs: functools.reduce(torch.maximum, xs),
     "Mean": lambda *xs: functools.reduce(torch.add, xs) / len(xs),

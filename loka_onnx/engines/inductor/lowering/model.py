@@ -52,6 +52,8 @@ class LoweredModel(nn.Module):
         self.batched = frozenset(info.name for info in inputs if _is_batched(info))
         self.weights = nn.Module()
         self._steps, self._scope = steps, scope
+        self.sites: Mapping[str, CompiledSite] = MappingProxyType(scope.sites)
+        """Lowered products by node name; filled when the module runs or is traced."""
         self._buffer_of: dict[str, tuple[str, bool]] = {}
         for name, (tensor, columns) in stored.items():
             buffer = _attribute_name(self.weights, name)
@@ -62,11 +64,6 @@ class LoweredModel(nn.Module):
             for name, constant in constants.items()
         }
         self._scope.load = self._load
-
-    @property
-    def sites(self) -> Mapping[str, CompiledSite]:
-        """Lowered products by node name; filled when the module runs or is traced."""
-        return MappingProxyType(self._scope.sites)
 
     def dynamic_shapes(self, batch: Any) -> tuple[tuple[dict[int, Any], ...]]:
         """Argument of `torch.export.export` for a dynamic batch (a `torch.export.Dim`)."""

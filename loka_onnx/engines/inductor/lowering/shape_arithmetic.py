@@ -94,8 +94,7 @@ def _expand(node: Node, x: ShapeValue, shape: ShapeValue) -> Any:
 
 
 ON_SHAPES: dict[str, OnShapes] = {
-    "Abs": _lifted(abs),
-    "Add": _lifted(operator.add),
+    **{op: _lifted(getattr(operator, op.lower())) for op in ("Abs", "Add", "Mul", "Neg", "Pow", "Sub")},
     "Cast": _cast,
     "Concat": lambda node, *parts: ShapeValue(
         tuple(entry for part in parts for entry in part.entries), parts[0].dtype
@@ -111,10 +110,7 @@ ON_SHAPES: dict[str, OnShapes] = {
     "Max": _lifted(lambda *xs: functools.reduce(_SYMBOLS.sym_max, xs)),
     "Min": _lifted(lambda *xs: functools.reduce(_SYMBOLS.sym_min, xs)),
     "Mod": lambda node, a, b: NotImplemented if node.get("fmod", 0) else _lifted(operator.mod)(node, a, b),
-    "Mul": _lifted(operator.mul),
-    "Neg": _lifted(operator.neg),
     "Not": _lifted(_SYMBOLS.sym_not, torch.bool),
-    "Pow": _lifted(operator.pow),
     "ReduceMax": _reduced(_SYMBOLS.sym_max),
     "ReduceMin": _reduced(_SYMBOLS.sym_min),
     "ReduceProd": _reduced(operator.mul),
@@ -126,7 +122,6 @@ ON_SHAPES: dict[str, OnShapes] = {
     "Split": _split,
     "Sqrt": _lifted(_SYMBOLS.sym_sqrt),
     "Squeeze": lambda node, x, axes=None: ShapeValue(x.entries, x.dtype, scalar=len(x.entries) == 1),
-    "Sub": _lifted(operator.sub),
     "Unsqueeze": _unsqueeze,
     "Where": lambda node, condition, yes, no: _lifted(lambda flag, a, b: a if flag else b, yes.dtype)(
         node, condition, yes, no

@@ -18,35 +18,23 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import torch
-from onnx import TensorProto
+from onnx.helper import np_dtype_to_tensor_dtype
 
 Array = npt.NDArray[Any]
 MOST_NUMBERS = 4096
 """Most elements of a constant that are kept beside its buffer: a Split may have hundreds of sizes."""
 Number = int | float | bool | torch.SymInt | torch.SymFloat | torch.SymBool
+_NOT_IN_NUMPY = ("bfloat16", "float8_e4m3fn", "float8_e5m2")
+"""Types that torch exchanges with NumPy only as integers; torch and ml_dtypes give them one name."""
+_NAMES = "float16 float32 float64 int8 int16 int32 int64 uint8 uint16 uint32 uint64 bool"
 TORCH_TYPES: dict[int, torch.dtype] = {
-    TensorProto.FLOAT: torch.float32,
-    TensorProto.DOUBLE: torch.float64,
-    TensorProto.FLOAT16: torch.float16,
-    TensorProto.BFLOAT16: torch.bfloat16,
-    TensorProto.FLOAT8E4M3FN: torch.float8_e4m3fn,
-    TensorProto.FLOAT8E5M2: torch.float8_e5m2,
-    TensorProto.INT64: torch.int64,
-    TensorProto.INT32: torch.int32,
-    TensorProto.INT16: torch.int16,
-    TensorProto.INT8: torch.int8,
-    TensorProto.UINT8: torch.uint8,
-    TensorProto.UINT16: torch.uint16,
-    TensorProto.UINT32: torch.uint32,
-    TensorProto.UINT64: torch.uint64,
-    TensorProto.BOOL: torch.bool,
+    int(np_dtype_to_tensor_dtype(np.dtype(getattr(ml_dtypes, name, name)))): getattr(torch, name)
+    for name in (*_NAMES.split(), *_NOT_IN_NUMPY)
 }
 """Torch type of each ONNX element type that is lowered."""
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 EIGHT_BITS = (*FLOAT8, torch.int8)
 """Types that products multiply with a scale, and zero point 0."""
-_NOT_IN_NUMPY = {"bfloat16", "float8_e4m3fn", "float8_e5m2"}
-"""Types that torch exchanges with NumPy only as integers; torch and ml_dtypes give them one name."""
 
 
 def short_name(dtype: torch.dtype) -> str:

@@ -42,7 +42,7 @@ def chosen(*measured: Measured) -> Chosen:
 
 
 def choices(found: Chosen, *sizes: int) -> dict[str, object]:
-    return dict(found.products(sizes).choices)
+    return dict(found.strategy(sizes).choices)
 
 
 def test_the_fastest_allowed_kernel_at_the_sizes_of_a_program_is_taken() -> None:

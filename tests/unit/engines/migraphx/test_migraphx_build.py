@@ -156,7 +156,7 @@ class TestBackend:
             (
                 plan_of_one(recipe=Recipe.of(E5M2)),
                 "gfx942",
-                "site 'fc' asks for E5M2; migraphx multiplies E4M3FN",
+                "site 'fc' asks for E5M2; migraphx takes E4M3FN, INT8 only",
             ),
             (plan_of_one(recipe=Recipe.of(E4M3FNUZ)), "gfx942", "site 'fc' asks for E4M3FNUZ"),
             (FP8, "gfx90a", "gfx90a has no FP8 products"),
