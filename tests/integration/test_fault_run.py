@@ -22,6 +22,7 @@ from loka_onnx.pipeline.run import run
 pytestmark = pytest.mark.slow
 
 SECONDS, GB = 12.0, 0.9
+BUILT_BY_CHILDREN = True
 
 
 @pytest.fixture
