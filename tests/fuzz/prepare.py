@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "integration"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from synthetic_runs import Workplace, make_columns, write_ranker, write_rows
 
 from loka_onnx.engines.onnxruntime.backend import OnnxRuntimeBackend

@@ -17,12 +17,11 @@ from pathlib import Path
 import httpx
 import numpy as np
 import onnx
-import onnx.parser
 import pytest
 import tritonclient.http as triton
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from onnx import numpy_helper as nh
+from onnx_text import parsed
 from tritonclient.utils import InferenceServerException
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -38,20 +37,18 @@ ITEMS, NUMBERS = 50, 8
 
 def write_ranker(path: Path) -> None:
     """numbers (B, 8) and item (B,), as the ranker of the README, → ctr (B,) and parts (B, 3)."""
-    model = onnx.parser.parse_model(
-        '<ir_version: 10, opset_import: ["" : 21]>'
-        f"ranker (float[batch,{NUMBERS}] numbers, int64[batch] item)"
-        "=> (float[batch] ctr, float[batch,3] parts) {"
-        "looked_up = Gather(table, item) joined = Concat<axis=1>(numbers, looked_up)"
-        "[fc] parts = MatMul(joined, w) ctr = ReduceSum<keepdims=0>(parts, one) }"
-    )
     random = np.random.default_rng(0)
-    weights = {
-        "table": random.standard_normal((ITEMS, 16)).astype(np.float32),
-        "w": random.standard_normal((16 + NUMBERS, 3)).astype(np.float32),
-        "one": np.array([1]),
-    }
-    model.graph.initializer.extend(nh.from_array(value, name) for name, value in weights.items())
+    model = parsed(
+        "looked_up = Gather(table, item) joined = Concat<axis=1>(numbers, looked_up)"
+        "[fc] parts = MatMul(joined, w) ctr = ReduceSum<keepdims=0>(parts, one)",
+        {
+            "table": random.standard_normal((ITEMS, 16)),
+            "w": random.standard_normal((16 + NUMBERS, 3)),
+            "one": np.array([1]),
+        },
+        inputs=f"float[batch,{NUMBERS}] numbers, int64[batch] item",
+        outputs="float[batch] ctr, float[batch,3] parts",
+    )
     onnx.save(model, path)
 
 

@@ -43,7 +43,9 @@ def test_a_trap_goes_through_or_is_refused(name, tmp_path):
         return
     assert passage.refusal is not None
     assert passage.refusal.evidence
-    assert trap.refused in f"{passage.refusal.where} {passage.refusal.what}"
+    code, _, named = trap.refused.rpartition(" ")
+    assert named in f"{passage.refusal.where} {passage.refusal.what}"
+    assert not code or (passage.refusal.code == code and not (tmp_path / "run").exists())
 
 
 @pytest.mark.slow

@@ -54,24 +54,6 @@ def test_they_replace_create_and_name_entries_as_messages_do(run_file):
     )
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "what"),
-    [
-        ("confidence", 1.0, "must be at most 0.999999"),
-        ("confidence", 0.5, "must be greater than 0.5"),
-        ("draws", 9, "must be at most 8"),
-        ("draws", 0, "must be at least 1"),
-        ("error_precision", 0.0, "must be at least 1e-06"),
-        ("sensitivity_rows", 0, "must be at least 1"),
-        ("executor", "dask", "must be one of local, ray"),
-    ],
-)
-def test_limits_of_calibration(run_file, key, value, what):
-    with pytest.raises(ConfigError) as caught:
-        load_run_file(run_file, {f"calibration.{key}": value})
-    assert caught.value.what == f"`calibration.{key}` {what}"
-
-
 @pytest.mark.parametrize("key", ["outputs.3.budget", "outputs.x.budget", "model.onnx.deep", "outputs.9"])
 def test_no_such_place(run_file, key):
     with pytest.raises(ConfigError, match="there is no `") as caught:

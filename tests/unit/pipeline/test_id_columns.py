@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import onnx
-import onnx.parser
 import onnxruntime as ort
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from onnx_text import parsed
 
 from loka_onnx.data import open_dataset
 from loka_onnx.errors import DataError
@@ -31,16 +31,10 @@ LAYOUTS = ("array", "list", "columns")
 
 @pytest.fixture(params=TABLES)
 def model(request, tmp_path):
-    graph = onnx.parser.parse_model(
-        '<ir_version: 10, opset_import: ["": 21]>'
-        f"g (int64[b,3] ids) => (float[b,3,4] y) {{ {TABLES[request.param]} }}"
-    )
-    tables = {f"t{i}": np.zeros((rows, 4), np.float32) for i, rows in enumerate(SIZES)}
-    tables |= {"t": np.zeros((sum(SIZES), 4), np.float32), "sizes": np.ones(3, np.int64)}
+    tables = {f"t{i}": np.zeros((rows, 4)) for i, rows in enumerate(SIZES)}
+    tables |= {"t": np.zeros((sum(SIZES), 4)), "sizes": np.ones(3, np.int64)}
     tables["offsets"] = np.array([[0, 1000, 1002]])
-    graph.graph.initializer.extend(
-        onnx.numpy_helper.from_array(array, name) for name, array in tables.items()
-    )
+    graph = parsed(TABLES[request.param], tables, inputs="int64[b,3] ids", outputs="float[b,3,4] y")
     onnx.save(graph, tmp_path / "model.onnx")
     return tmp_path / "model.onnx"
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-import onnx.parser
 import pytest
+from onnx_text import parsed
 
 from loka_onnx.core.artifact import ModelArtifact, OutputKind, OutputSpec
 from loka_onnx.export.onnx_model import import_onnx
@@ -24,29 +24,21 @@ LAYERS = {
 
 def ranker(folder: Path, op: str, rows: str = "some = Compress<axis=0>(x, known)") -> ModelArtifact:
     """y (n, 1) of a recurrent layer over the rows of x (n, 16) whose id is not 0."""
-    model = onnx.parser.parse_model(f"""
-        <ir_version: 10, opset_import: ["" : 21]>
-        g (float[n,16] x, int64[n] ids) => (float[n,1] y)
-        <int64[3] lists = {{-1, 4, 4}}, int64 zero = {{0}}, int64[1] first = {{0}}> {{
-          known = Greater(ids, zero)
-          {rows}
-          history = Reshape(some, lists)
-          steps = Transpose<perm=[1,0,2]>(history)
-          [recurrent] {LAYERS[op]}
-          state = Squeeze(last, first)
-          found = NonZero(known)
-          at = Transpose<perm=[1,0]>(found)
-          joined = ScatterND(x, at, state)
-          y = MatMul(joined, head)
-        }}""")
+    body = f"""known = Greater(ids, zero)
+        {rows}
+        history = Reshape(some, lists)
+        steps = Transpose<perm=[1,0,2]>(history)
+        [recurrent] {LAYERS[op]}
+        state = Squeeze(last, first)
+        found = NonZero(known)
+        at = Transpose<perm=[1,0]>(found)
+        joined = ScatterND(x, at, state)
+        y = MatMul(joined, head)"""
     random = np.random.default_rng(0)
     shapes = {"w3": (1, 48, 4), "r3": (1, 48, 16), "w4": (1, 64, 4), "r4": (1, 64, 16), "head": (16, 1)}
-    read = {name for node in model.graph.node for name in node.input}
-    model.graph.initializer.extend(
-        onnx.numpy_helper.from_array(random.standard_normal(shape).astype(np.float32), name)
-        for name, shape in shapes.items()
-        if name in read
-    )
+    constants = {name: random.standard_normal(shape) for name, shape in shapes.items()}
+    constants |= {"lists": np.array([-1, 4, 4]), "zero": np.array(0), "first": np.array([0])}
+    model = parsed(body, constants, inputs="float[n,16] x, int64[n] ids", outputs="float[n,1] y")
     onnx.save(model, folder / "foreign.onnx")
     return import_onnx(
         folder / "foreign.onnx", folder / "model.onnx", (OutputSpec("y", OutputKind.LOGIT, "label"),)
