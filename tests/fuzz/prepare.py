@@ -1,7 +1,5 @@
 """The run that documents of the fuzzer are altered of: a little model, its engines built by jobs."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A workplace for each test, one finished run for those that only look, and copies of it for others."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from functools import partial

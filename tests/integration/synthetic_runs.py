@@ -1,7 +1,5 @@
 """A small run: an ONNX ranker with three outputs, rows with learnable labels, and the run file for both."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

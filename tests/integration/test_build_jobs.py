@@ -1,7 +1,5 @@
 """What this host cannot build: written as a job, executed in a process that can, merged and judged here."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """A resumed run: what made which stage stale, further calibration rows, another FP8 format."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A run beside engine makers that crash, hang, eat memory and are killed emits the right engine."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """A run in INT8 on the CPU: from rows to a loaded bundle."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import synthetic_runs

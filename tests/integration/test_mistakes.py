@@ -1,7 +1,5 @@
 """Mistakes of new users: each is refused with its code in seconds, before calibration begins."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """A retrained checkpoint through the decisions of an earlier run, and what happens where they do not hold."""
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`loka-onnx bundle serve` in a process of its own, called by tritonclient, curl, and who means harm."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -221,17 +219,10 @@ def test_a_body_that_is_cut_off_leaves_nothing(server, engine):
     assert "loka_onnx_serve_waiting 0.0" in metrics
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(body=st.binary(max_size=2000), length=st.none() | st.integers(0, 2100))
-def test_random_bytes_get_4xx(server, body, length):
-    headers = [] if length is None else [f"Inference-Header-Content-Length: {length}"]
-    assert re.match(rb"HTTP/1.1 4\d\d ", raw(server, post(body, *headers)))
-
-
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.binary(min_size=1, max_size=500))
 def test_random_bytes_in_place_of_http_are_refused_or_ignored(server, data):
-    found = raw(server, data + b"\r\n\r\n", wait=0.5)
+    found = raw(server, data + b"\r\n\r\n", wait=0.2)
     assert found == b"" or re.match(rb"HTTP/1.1 4\d\d ", found)
 
 

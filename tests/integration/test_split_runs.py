@@ -1,7 +1,5 @@
 """Runs that cut the model at its embeddings: engines take looked-up rows and answer like the whole."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

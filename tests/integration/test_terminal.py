@@ -1,7 +1,5 @@
 """What a user sees: on a terminal of any width, in a pipe, after Ctrl-C and after an error."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

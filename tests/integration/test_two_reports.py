@@ -1,7 +1,5 @@
 """Reports of real runs: their numbers are in report.json, and two of them are held against one another."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Valid models that are unusual go through the pipeline with their outputs, or are refused in words."""
 
-from __future__ import annotations
-
 import numpy as np
 import onnx
 import onnxruntime

@@ -4,8 +4,6 @@ Most are a product, something unusual, and another product: `body` computes k (n
 text form. `x` is (n, 16) of numbers, `ids` (n,) of ids below 9.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """The message for each way to get a run file wrong, and numbers and paths beyond their bounds."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Values that are given beside a run file, any of them anywhere."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Exact sums and ratios of moments, with their intervals, against fractions, SciPy and simulation."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

@@ -1,7 +1,5 @@
 """Verdicts on an engine against formulas written out, and coverage of the paired interval."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

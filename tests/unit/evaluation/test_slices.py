@@ -1,7 +1,5 @@
 """Slices against formulas written out on the masked rows, and the statement that they hold together."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

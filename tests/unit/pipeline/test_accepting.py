@@ -1,7 +1,5 @@
 """What a torch builder returns, and patterns that name sites, both before the first long stage."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast

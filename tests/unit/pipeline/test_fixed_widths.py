@@ -1,7 +1,5 @@
 """Dynamic axes besides the batch: where a column has one width in all rows of the data, it is that number."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """Putting sites that were measured again among the others of an earlier profile."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

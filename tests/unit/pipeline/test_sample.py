@@ -1,7 +1,5 @@
 """Generated inputs: of the widths that the data have, and such as the model answers with numbers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

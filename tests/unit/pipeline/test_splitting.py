@@ -1,7 +1,5 @@
 """The cut as a stage: what it leaves, what engines are built from, and how a run keeps its record."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The trial in a child process: it names the batch that ends ONNX Runtime, and leaves other faults alone."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np
