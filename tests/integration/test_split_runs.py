@@ -84,16 +84,6 @@ def test_a_bundle_of_halves_answers_bit_for_bit_like_a_whole_one(cut, finished):
         assert {n: v.tobytes() for n, v in found.items()} == {n: v.tobytes() for n, v in expected.items()}
 
 
-def test_the_dense_part_alone_takes_rows_of_a_parameter_server(cut):
-    halves, dense = loka_onnx.load(cut.bundle), loka_onnx.load(cut.bundle, part="dense")
-    asked = requests(9)
-    served = weights()["table"][asked["item"]]
-    (spec,) = (t for t in dense.inputs if t.name != "dense")
-    answer = dense.infer({"dense": asked["dense"], spec.name: served})
-    for name, values in halves.infer(asked).items():
-        assert answer[name].tobytes() == values.tobytes()
-
-
 def test_accuracy_is_of_both_and_latency_of_the_engine_alone(cut, finished):
     found = serde.read(EvaluationSet, cut.directory / "evaluation.json")
     known = serde.read(EvaluationSet, finished.directory / "evaluation.json")
