@@ -55,7 +55,11 @@ def test_the_batch_that_ends_the_process_is_named(tmp_path, op):
     assert finding is not None and finding.fault is Fault.FAILS
     assert finding.operator == f"node 'recurrent/{op.lower()}' ({op})"
     assert finding.evidence.startswith("a batch of 1 rows: a process that ran it died of SIG")
-    # Rows 2 and 3 hold one that is known, and so do rows 4 and 5.
+
+
+def test_a_later_batch_is_named_too(tmp_path):
+    """Rows 2 and 3 hold one that is known, and so do rows 4 and 5."""
+    model = ranker(tmp_path, "GRU")
     assert find_fatal_batch(model.path, model.other_products, batches([1, 1, 1, 0, 0, 1], smallest=2)) is None
     last = find_fatal_batch(model.path, model.other_products, batches([1, 1, 1, 1, 0, 0], smallest=2))
     assert last is not None and last.evidence.startswith("a batch of 2 rows, from row 4 on: ")
