@@ -1,9 +1,7 @@
 """Engines of ONNX Runtime built in the process of the test: a child takes a second to import what it needs.
 
-That builds are isolated is tested by `tests/contract/test_isolated_builds.py` and by runs in processes of their own.
+Isolation of builds is tested by `tests/contract/test_isolated_builds.py` and by runs in processes of their own.
 """
-
-from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
