@@ -1,6 +1,6 @@
 """Engines of ONNX Runtime built in the process of the test: a child takes a second to import what it needs.
 
-Isolation of builds is tested by `tests/contract/test_isolated_builds.py` and by runs in processes of their own.
+`tests/contract/test_isolated_builds.py` and runs in processes of their own show that builds are isolated.
 """
 
 from collections.abc import Sequence
