@@ -1,7 +1,5 @@
 """Dockerfiles keep rules of hadolint and name what exists; the gate of the action fails when it should."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The blocks of `recipes.md`, on small models of the libraries: the file computes what the model does."""
 
-from __future__ import annotations
-
 import importlib
 import os
 from collections.abc import Callable

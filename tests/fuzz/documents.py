@@ -1,7 +1,5 @@
 """Hostile run directories: documents, jobs, results and bundles, altered with digests and seals mended."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Hostile ONNX models: sound ones of several kinds, of which some fields are changed."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,11 +1,10 @@
 """The run that documents of the fuzzer are altered of: a little model, its engines built by jobs."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "integration"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from synthetic_runs import Workplace, make_columns, write_ranker, write_rows
 
 from loka_onnx.engines.onnxruntime.backend import OnnxRuntimeBackend

@@ -1,7 +1,5 @@
 """Hostile rows: Parquet and .npz files."""
 
-from __future__ import annotations
-
 import io
 import zipfile
 from pathlib import Path

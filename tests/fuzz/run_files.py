@@ -1,7 +1,5 @@
 """Hostile run files, and runs whose numbers are as extreme as the schema lets them be."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from random import Random
 from typing import Any

@@ -1,7 +1,5 @@
 """Writes inputs and hands them to the package, in children that are given 30 s for each."""
 
-from __future__ import annotations
-
 import argparse
 import multiprocessing
 import os

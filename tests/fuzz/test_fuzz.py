@@ -1,7 +1,5 @@
 """A minute of the fuzzer, always of the same seed: what is red in CI is red again."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Hostile values, and how one takes its place in a document."""
 
-from __future__ import annotations
-
 import copy
 import json
 from random import Random

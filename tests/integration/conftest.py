@@ -1,15 +1,24 @@
 """A workplace for each test, one finished run for those that only look, and copies of it for others."""
 
-from __future__ import annotations
-
 import shutil
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
 import pytest
+from built_here import build_here
 from synthetic_runs import Command, Workplace, call, make_workplace
 
 from loka_onnx.pipeline.run import RunResult, run
+
+
+@pytest.fixture(autouse=True, scope="module")
+def built_here(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Children build `finished` and what runs in processes of its own, and where a module says so."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not hasattr(request.module, "BUILT_BY_CHILDREN"):
+            build_here(patch)
+        yield
 
 
 @pytest.fixture

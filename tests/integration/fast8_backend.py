@@ -1,7 +1,5 @@
 """ONNX Runtime on the CPU, as if FP8 were faster there."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
 from pathlib import Path

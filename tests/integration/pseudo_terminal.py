@@ -1,7 +1,5 @@
 """A command on a terminal: a pseudo-terminal that it runs on, and the screen that a user would see."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import pty

@@ -1,7 +1,5 @@
 """What a finished run found, and which of its stages one more run takes over."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

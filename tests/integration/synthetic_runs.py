@@ -1,8 +1,5 @@
 """A small run: an ONNX ranker with three outputs, rows with learnable labels, and the run file for both."""
 
-from __future__ import annotations
-
-import os
 import signal
 import subprocess
 import sys
@@ -17,9 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from onnx import TensorProto as T
-from onnx import helper as h
-from onnx import numpy_helper as nh
+from onnx_text import parsed
 
 from loka_onnx.cli.main import main
 
@@ -47,38 +42,27 @@ def scores(dense: np.ndarray, item: np.ndarray) -> np.ndarray:
     return np.maximum(hidden @ w["fc2.w"], 0) @ w["heads.w"] + w["heads.b"]
 
 
-def write_ranker(path: Path, *, opset: int = 21, domain: str = "") -> None:
+def write_ranker(path: Path, *, opset: int = 21) -> None:
     """dense (B, 16) and item (B,) → ctr (logit), cvr (probability) and spend (regression), each (B,)."""
-    nodes = [
-        h.make_node("Gather", ["table", "item"], ["looked_up"], "table/gather"),
-        h.make_node("Concat", ["dense", "looked_up"], ["joined"], "concat", axis=1),
-        h.make_node("Gemm", ["joined", "fc1.w", "fc1.b"], ["h1"], "fc1"),
-        h.make_node("Relu", ["h1"], ["a1"], "relu1"),
-        h.make_node("MatMul", ["a1", "fc2.w"], ["h2"], "fc2"),
-        h.make_node("Relu" if not domain else "Fancy", ["h2"], ["a2"], "relu2", domain=domain),
-        h.make_node("Gemm", ["a2", "heads.w", "heads.b"], ["scores"], "heads"),
-        h.make_node("Split", ["scores"], ["s0", "s1", "s2"], "split", axis=1, num_outputs=3)
-        if opset >= 18
-        else h.make_node("Split", ["scores"], ["s0", "s1", "s2"], "split", axis=1),
-        h.make_node("Squeeze", ["s0", "one"], ["ctr"], "squeeze0"),
-        h.make_node("Squeeze", ["s1", "one"], ["cvr_logit"], "squeeze1"),
-        h.make_node("Sigmoid", ["cvr_logit"], ["cvr"], "sigmoid"),
-        h.make_node("Squeeze", ["s2", "one"], ["spend"], "squeeze2"),
-    ]
-    initializers = [nh.from_array(value, name) for name, value in weights().items()]
-    initializers.append(nh.from_array(np.array([1]), "one"))
-    graph = h.make_graph(
-        nodes,
-        "ranker",
-        [
-            h.make_tensor_value_info("dense", T.FLOAT, ["batch", WIDTH]),
-            h.make_tensor_value_info("item", T.INT64, ["batch"]),
-        ],
-        [h.make_tensor_value_info(name, T.FLOAT, ["batch"]) for name in ("ctr", "cvr", "spend")],
-        initializers,
+    model = parsed(
+        f"""["table/gather"] looked_up = Gather(table, item)
+        [concat] joined = Concat<axis=1>(dense, looked_up)
+        [fc1] h1 = Gemm(joined, "fc1.w", "fc1.b")
+        [relu1] a1 = Relu(h1)
+        [fc2] h2 = MatMul(a1, "fc2.w")
+        [relu2] a2 = Relu(h2)
+        [heads] scores = Gemm(a2, "heads.w", "heads.b")
+        [split] s0, s1, s2 = Split<axis=1{", num_outputs=3" if opset >= 18 else ""}>(scores)
+        [squeeze0] ctr = Squeeze(s0, one)
+        [squeeze1] cvr_logit = Squeeze(s1, one)
+        [sigmoid] cvr = Sigmoid(cvr_logit)
+        [squeeze2] spend = Squeeze(s2, one)""",
+        weights() | {"one": np.array([1])},
+        inputs=f"float[batch,{WIDTH}] dense, int64[batch] item",
+        outputs="float[batch] ctr, float[batch] cvr, float[batch] spend",
+        opset=opset,
     )
-    opsets = [h.make_opsetid("", opset), *([h.make_opsetid(domain, 1)] if domain else [])]
-    onnx.save(h.make_model(graph, opset_imports=opsets, ir_version=10), os.fspath(path))
+    onnx.save(model, path)
 
 
 def make_columns(rows: int = ROWS, seed: int = 1) -> dict[str, np.ndarray]:

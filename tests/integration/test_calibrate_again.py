@@ -1,19 +1,17 @@
 """A resumed run: what made which stage stale, further calibration rows, another FP8 format."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from pathlib import Path
 
 import pytest
-from synthetic_runs import Command, Workplace, make_columns, make_workplace, write_rows
+from synthetic_runs import Workplace, make_columns, make_workplace, write_rows
 
 from loka_onnx.core import serde
 from loka_onnx.core.engine import BuildStatus, EngineSet
 from loka_onnx.core.plan import PlanSet
 from loka_onnx.core.profile import Profile
-from loka_onnx.pipeline.directory import MOST_READ, Outcome, changes, readable
+from loka_onnx.pipeline.directory import MOST_READ, changes, readable
 from loka_onnx.pipeline.run import RunOptions, Stage, run
 from loka_onnx.planning.costs import LABELLED_ALLOWANCE
 
@@ -170,29 +168,20 @@ def test_a_fresh_run_whose_added_rows_are_wrong_leaves_no_trace(fresh, command):
     assert not fresh.output.exists()
 
 
-def resumed(place: Workplace, until: Stage) -> dict[str, Outcome]:
-    ended: dict[str, Outcome] = {}
-    options = RunOptions(
-        resume=True, until=until, on_stage=lambda stage, end: ended.update({stage: end} if end else {})
-    )
-    run(place.run_file, options)
-    return ended
-
-
-def test_a_changed_budget_plans_again_from_the_profile(copied: Workplace):
-    text = copied.run_file.read_text(encoding="utf-8")
-    copied.run_file.write_text(text.replace("budget: 0.01", "budget: 0.02", 1), encoding="utf-8")
-    ended = resumed(copied, Stage.PLAN)
-    assert all(ended[stage].reused for stage in ("export", "calibrate", "mods"))
-    assert "outputs[0].budget: 0.01 → 0.02" in ended["ladder"].because
-    assert not any(outcome.because for outcome in ended.values() if outcome.reused)
-
-
 @pytest.mark.slow
-def test_the_terminal_names_the_key(copied: Workplace, command: Command):
-    done = command("plan", copied.run_file, "--set", "calibration.batch_size=256")
-    (line,) = (line for line in done.err.splitlines() if line.startswith("✓ calibrate "))
-    assert done.code == 0 and line.endswith("again: calibration.batch_size: 512 → 256")
+@pytest.mark.parametrize(
+    ("setting", "changed", "stage"),
+    [
+        ("calibration.batch_size=256", "calibration.batch_size: 512 → 256", "calibrate"),
+        ("outputs.0.budget=0.02", "outputs[0].budget: 0.01 → 0.02", "ladder"),
+    ],
+)
+def test_the_terminal_names_the_key_for_which_a_stage_is_done_again(copied, command, setting, changed, stage):
+    done = command("plan", copied.run_file, "--set", setting)
+    assert done.code == 0, done.err
+    ended = [line for line in done.err.splitlines() if line.startswith("✓ ") and "check data" not in line]
+    again = next(line for line in ended if "reused" not in line)
+    assert again.startswith(f"✓ {stage} ") and f"again: {changed}" in again
 
 
 def test_inputs_are_told_by_their_parts():

@@ -1,7 +1,5 @@
 """`loka-onnx compare` and `bundle diff` on the results of a run: figures, messages, exit codes, files."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import dataclass

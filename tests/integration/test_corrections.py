@@ -1,7 +1,5 @@
 """Corrections in whole small runs: what is left of them, and that engines carry what was accepted."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The demo, as a user runs it: one command, no arguments, no network."""
 
-from __future__ import annotations
-
 import json
 import re
 import time
@@ -10,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from run_findings import LAYOUT
-from synthetic_runs import Done, finish, start
+from synthetic_runs import Command, Done, finish, start
 
 import loka_onnx
 from loka_onnx.errors import BundleInvalid
@@ -19,15 +17,15 @@ from loka_onnx.sessions.host_devices import integer_instructions
 pytestmark = pytest.mark.slow
 
 
-def test_demo(tmp_path):
+def test_demo(tmp_path, command):
     """One test, because a worker of its own for each part would train the ranker again."""
     output = tmp_path / "runs" / "demo"
     first = finish(start("demo", "--output", output), seconds=900)
     assert first.code == 0, first.err
     check_table(first)
     check_layout(output)
-    check_bundle(output)
-    check_that_tampering_shows(output)
+    check_bundle(output, command)
+    check_that_tampering_shows(output, command)
     check_second_demo(first, output)
     check_run_file(output)
 
@@ -78,11 +76,11 @@ def check_layout(output: Path) -> None:
     assert record["stages"][1]["parents"].keys() == {"train"}
 
 
-def check_bundle(output: Path) -> None:
+def check_bundle(output: Path, command: Command) -> None:
     bundle = output / "bundle"
-    done = finish(start("bundle", "verify", bundle))
+    done = command("bundle", "verify", bundle)
     assert done.code == 0 and "verified" in done.out
-    assert "fallback-fp32" in finish(start("bundle", "inspect", bundle)).out
+    assert "fallback-fp32" in command("bundle", "inspect", bundle).out
 
     engine = loka_onnx.load(bundle)
     rows = {spec.name: np.zeros((5, *(d or 1 for d in spec.shape[1:])), spec.dtype) for spec in engine.inputs}
@@ -90,12 +88,12 @@ def check_bundle(output: Path) -> None:
     assert engine.health().ready
 
 
-def check_that_tampering_shows(output: Path) -> None:
+def check_that_tampering_shows(output: Path, command: Command) -> None:
     bundle = output / "bundle"
     (bundle / "report" / "report.md").write_text("all is well")
     with pytest.raises(BundleInvalid):
         loka_onnx.load(bundle)
-    assert finish(start("bundle", "verify", bundle)).code == 3
+    assert command("bundle", "verify", bundle).code == 3
 
 
 def check_second_demo(first: Done, output: Path) -> None:
@@ -115,7 +113,7 @@ def check_second_demo(first: Done, output: Path) -> None:
         and not line.startswith(("✓ prepare data", "✓ check data"))
     ]
     assert redone == ["bundle"]
-    assert finish(start("bundle", "verify", output / "bundle")).code == 0
+    loka_onnx.verify_bundle(output / "bundle")
 
 
 def check_run_file(output: Path) -> None:

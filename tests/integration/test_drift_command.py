@@ -1,7 +1,5 @@
 """`loka-onnx drift` on a run directory: exit codes, messages, and what it leaves."""
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import dataclass
 from pathlib import Path

@@ -4,8 +4,6 @@ On a CPU FP8 is simulated and slower. Here its engines pass for real ones, and t
 engines, their outputs, what they are judged on and the load are real.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

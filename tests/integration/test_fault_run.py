@@ -1,7 +1,5 @@
 """A run beside engine makers that crash, hang, eat memory and are killed emits the right engine."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import signal
@@ -22,6 +20,7 @@ from loka_onnx.pipeline.run import run
 pytestmark = pytest.mark.slow
 
 SECONDS, GB = 12.0, 0.9
+BUILT_BY_CHILDREN = True
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """A run in INT8 on the CPU: from rows to a loaded bundle."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import synthetic_runs
@@ -21,6 +19,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not integer_instructions(), reason="needs VNNI, AMX or ARM's dot product"),
 ]
+BUILT_BY_CHILDREN = True
 
 
 def columns_of(count: int = ROWS, seed: int = 1) -> dict[str, np.ndarray]:

@@ -1,7 +1,5 @@
 """Runs that are killed, interrupted, or kept out by another one."""
 
-from __future__ import annotations
-
 import fcntl
 import random
 import signal

@@ -1,7 +1,5 @@
 """Build jobs on a real local Ray cluster whose node offers a device as a resource."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

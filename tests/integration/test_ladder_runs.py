@@ -1,7 +1,5 @@
 """Ladder and base precision in whole runs: a miss of the rung that was measured goes one rung back."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

@@ -1,17 +1,8 @@
-"""Mistakes of new users: each is refused with its code in seconds, before calibration begins.
+"""Mistakes of new users: each is refused with its code in seconds, before calibration begins."""
 
-``python tests/integration/test_mistakes.py`` prints the table: the mistake, exit code, error codes, seconds.
-"""
-
-from __future__ import annotations
-
-import contextlib
-import io
 import json
 import os
 import re
-import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,13 +14,11 @@ import pytest
 from onnx import TensorProto as T
 from onnx import helper as h
 from synthetic_runs import (
-    HIDDEN,
     ROWS,
     RUN_VALUES,
     Command,
     Workplace,
     make_columns,
-    make_workplace,
     tree,
     write_ranker,
     write_rows,
@@ -93,11 +82,6 @@ def bare_squeeze(written: onnx.ModelProto) -> None:
     del node(written, "squeeze0").input[1]
 
 
-def static_batch(written: onnx.ModelProto) -> None:
-    for value in (*written.graph.input, *written.graph.output):
-        value.type.tensor_type.shape.dim[0].dim_value = 64
-
-
 def in_a_loop(written: onnx.ModelProto) -> None:
     """Every product in the body of a loop."""
     graph = written.graph
@@ -124,31 +108,11 @@ def gives_nan(written: onnx.ModelProto) -> None:
     node(written, "relu2").op_type = "Log"
 
 
-def random_rows(written: onnx.ModelProto) -> None:
-    """Dropout in training mode: the model was exported without `eval()`."""
-    dropout = node(written, "relu2")
-    dropout.op_type = "Dropout"
-    dropout.input.extend(["half", "training"])
-    for name, value in {"half": np.array(0.5, np.float32), "training": np.array(True)}.items():
-        written.graph.initializer.append(onnx.numpy_helper.from_array(value, name))
-
-
 def couple_rows(written: onnx.ModelProto) -> None:
     """A Softmax over the batch."""
     softmax = node(written, "relu2")
     softmax.op_type = "Softmax"
     softmax.attribute.append(h.make_attribute("axis", 0))
-
-
-def pair_rows(written: onnx.ModelProto) -> None:
-    """It needs an even number of rows."""
-    pairs = node(written, "relu2")
-    pairs.op_type = "Reshape"
-    pairs.input.append("pairs")
-    pairs.output[0] = "paired"
-    written.graph.node.insert(6, h.make_node("Reshape", ["paired", "flat"], ["a2"], "back"))
-    shapes = {"pairs": np.array([-1, 2, HIDDEN]), "flat": np.array([-1, HIDDEN])}
-    written.graph.initializer.extend(onnx.numpy_helper.from_array(v, name) for name, v in shapes.items())
 
 
 def without_sites(place: Workplace) -> None:
@@ -157,10 +121,6 @@ def without_sites(place: Workplace) -> None:
     model = h.make_model(graph, opset_imports=[h.make_opsetid("", 21)], ir_version=10)
     onnx.save(model, os.fspath(place.path / "ranker.onnx"))
     place.write_run_file(outputs=[CTR])
-
-
-def ranker(**options: Any) -> Spoil:
-    return lambda place: write_ranker(place.path / "ranker.onnx", **options)
 
 
 def one_file_twice(place: Workplace) -> None:
@@ -226,21 +186,15 @@ MISTAKES: dict[str, tuple[Spoil, str] | tuple[Spoil, str, str]] = {
     "a CSV file": (csv, "E0220"),
     "a Parquet file cut short": (truncated("rows.parquet"), "E0222"),
     "a model cut short": (truncated("ranker.onnx"), "E0312", "'DIR/ranker.onnx' "),
-    # The model
+    # The model; others are in `tests/traps`
     "a bare .squeeze()": (model(bare_squeeze), "E0409"),
-    "a static batch": (model(static_batch), "E0408"),
     "every product in a loop": (model(in_a_loop), "E0406"),
     "an output of NaN": (model(gives_nan), "E0409"),
-    "exported without eval()": (model(random_rows), "E0409"),
     "an output that the model lacks": (output(name="crt"), "E0407", "'DIR/ranker.onnx' "),
     "an input that the model lacks": (data(inputs={**RUN_VALUES["data"]["inputs"], "x": "d0"}), "E1526"),
     "too few columns for an input": (data(inputs={"dense": ["d0", "d1"], "item": "item_id"}), "E1529"),
     "a logit declared a probability": (output(kind="probability"), "E1018", "output 'ctr' "),
     "no sites": (without_sites, "E0406", "'DIR/ranker.onnx' "),
-    "a custom operator": (ranker(domain="acme"), "E0305", "node 'relu2': 'DIR/ranker.onnx' "),
-    "an old opset": (ranker(opset=10), "E0303", "'DIR/ranker.onnx' "),
-    "rows are coupled": (model(couple_rows), "E0409", "node 'relu2/softmax' (Softmax): 'DIR/ranker.onnx' "),
-    "a failure at one row": (model(pair_rows), "E0409", "node 'relu2/reshape' (Reshape): 'DIR/ranker.onnx' "),
     # Rows
     "a column that the file lacks": (output(label="click"), "E0211"),
     "an input's column that the file lacks": (rows(d3=None), "E0211", f"column 'd3' {OF_ROWS} "),
@@ -462,30 +416,3 @@ def test_debug_adds_the_traceback(place, command):
     done = command("run", place.run_file, "--debug")
     assert done.code == 2
     assert "Traceback" in done.err and done.err.endswith("writes one to start from\n  code: E0101\n")
-
-
-def main() -> None:
-    """Print the table."""
-    from loka_onnx.cli.main import main as loka_onnx
-
-    print(f"{'mistake':<45} exit  codes        seconds")
-    for case, (spoil, *_) in MISTAKES.items():
-        with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()) as said:
-            place, code = make_workplace(Path(folder) / "work"), 0
-            spoil(place)
-            began = time.perf_counter()
-            try:
-                with contextlib.redirect_stdout(io.StringIO()):
-                    loka_onnx(["run", str(place.run_file)])
-            except SystemExit as ended:
-                code = int(ended.code or 0)
-            seconds = time.perf_counter() - began
-        stage = " AFTER CALIBRATION" if "calibrate" in said.getvalue() else ""
-        found = ", ".join(codes(said.getvalue()))
-        print(f"{case:<45} {code:<5} {found:<12} {seconds:.2f}{stage}", flush=True)
-        if "-v" in sys.argv:
-            print(said.getvalue())
-
-
-if __name__ == "__main__":
-    main()

@@ -1,11 +1,8 @@
 """Whole small runs: what they leave, how they resume, what they say of each output, how they are signed."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +10,7 @@ import numpy as np
 import pytest
 from run_findings import LAYOUT, STAGES, findings, resumed
 from scipy.special import expit
-from synthetic_runs import ITEMS, WIDTH, Workplace, make_workplace, scores, tree
+from synthetic_runs import ITEMS, WIDTH, Workplace, scores, tree
 
 import loka_onnx
 from loka_onnx.bundle.format.signature import verify_signature
@@ -283,10 +280,10 @@ def test_require_fp8(copied, command):
 
 
 @pytest.mark.slow
-def test_a_run_signs_its_bundle(tmp_path, command):
-    place = make_workplace(tmp_path / "place")
+def test_a_run_signs_its_bundle(copied, tmp_path, command):
+    place = copied
     ours, others = (write_key_pair(tmp_path / "keys", name) for name in ("ours", "others"))
-    done = command("run", place.run_file, "--quiet", "--sign", ours.private)
+    done = command("run", place.run_file, "--resume", "--quiet", "--sign", ours.private)
     assert done.code == 0, done.err
     bundle = place.output / "bundle"
     assert verify_signature(bundle, [ours.public]) == ours.fingerprint
@@ -307,14 +304,12 @@ def test_a_run_signs_its_bundle(tmp_path, command):
     assert {name.split("/")[0] for name in changed} <= {"bundle", "run.json"}
 
 
-def test_a_key_that_cannot_be_read_is_refused_before_anything_is_done(tmp_path):
-    place = make_workplace(tmp_path / "place")
+def test_a_key_that_cannot_be_read_is_refused_before_anything_is_done(place, tmp_path):
     pair = write_key_pair(tmp_path / "keys")
     for wrong in (pair.public, tmp_path / "absent.key"):
         with pytest.raises(ConfigError):
             loka_onnx.run(place.run_file, RunOptions(sign=wrong))
     assert not place.output.exists()
-    shutil.rmtree(place.path)
 
 
 @pytest.mark.slow

@@ -1,7 +1,5 @@
 """A real Ray cluster of two worker processes against this process, and what happens when workers die."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """The example of the README, executed exactly as it is printed, in an empty directory."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -4,8 +4,6 @@ Two correct evaluators may differ: an activation that lies on the tie between tw
 side with its last bit, and the rest of its row follows. Every row that differs is traced to such a tie.
 """
 
-from __future__ import annotations
-
 import functools
 import sys
 import tempfile

@@ -1,6 +1,4 @@
-"""The release: what is in it and what is not. `tests/release.sh` installs it and runs the demo."""
-
-from __future__ import annotations
+"""The release: what is in it and what is not. `tests/release.sh` checks, installs and runs it."""
 
 import shutil
 import subprocess
@@ -44,17 +42,6 @@ def dist(tracked: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
 def wheel(dist: Path) -> zipfile.ZipFile:
     (path,) = dist.glob("*.whl")
     return zipfile.ZipFile(path)
-
-
-def test_what_a_registry_would_say(dist):
-    checked = subprocess.run(
-        [sys.executable, "-m", "twine", "check", "--strict", *dist.iterdir()],
-        capture_output=True,
-        check=False,
-        text=True,
-    )
-    assert checked.returncode == 0, checked.stdout + checked.stderr
-    assert checked.stdout.count("PASSED") == 2
 
 
 def test_the_wheel_is_the_package_and_nothing_else(wheel, tracked):

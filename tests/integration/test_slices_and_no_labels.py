@@ -1,7 +1,5 @@
 """A whole run on rows without labels, with its slices: what is judged, on what, and how it is named."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import dataclass

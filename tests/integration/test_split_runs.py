@@ -1,7 +1,5 @@
 """Runs that cut the model at its embeddings: engines take looked-up rows and answer like the whole."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -86,16 +84,6 @@ def test_a_bundle_of_halves_answers_bit_for_bit_like_a_whole_one(cut, finished):
         assert {n: v.tobytes() for n, v in found.items()} == {n: v.tobytes() for n, v in expected.items()}
 
 
-def test_the_dense_part_alone_takes_rows_of_a_parameter_server(cut):
-    halves, dense = loka_onnx.load(cut.bundle), loka_onnx.load(cut.bundle, part="dense")
-    asked = requests(9)
-    served = weights()["table"][asked["item"]]
-    (spec,) = (t for t in dense.inputs if t.name != "dense")
-    answer = dense.infer({"dense": asked["dense"], spec.name: served})
-    for name, values in halves.infer(asked).items():
-        assert answer[name].tobytes() == values.tobytes()
-
-
 def test_accuracy_is_of_both_and_latency_of_the_engine_alone(cut, finished):
     found = serde.read(EvaluationSet, cut.directory / "evaluation.json")
     known = serde.read(EvaluationSet, finished.directory / "evaluation.json")
@@ -138,7 +126,7 @@ def test_a_harmed_lookup_model_is_refused(cut, harm, tmp_path):
         loka_onnx.load(bundle)
 
 
-# Models that stay whole, and runs that change their mind ------------------------------------------------
+# Models that stay whole -----------------------------------------------------------------------------------
 
 
 def test_a_model_that_cannot_be_cut_goes_on_whole_and_says_why(tmp_path, command):
@@ -186,23 +174,7 @@ def write_ranker_that_reads_ids(path: Path) -> None:
     onnx.save(model, path)
 
 
-def test_a_run_may_change_its_mind(cut, tmp_path):
-    """Nothing of a cut is left where it is not asked for."""
-    place = Workplace(Path(shutil.copytree(cut.directory.parents[1], tmp_path / "work")))
-    place.write_run_file(model={"split_sparse": False}, plan=FP32)
-    result = run(place.run_file, RunOptions(resume=True))
-    before, after = (
-        [stage["stage"] for stage in json.loads((directory / "run.json").read_text())["value"]["stages"]]
-        for directory in (cut.directory, result.directory)
-    )
-    assert before == [*after[:5], "split", *after[5:]]
-    assert manifest_of(result).cut is None and result.bundle is not None
-    assert not (result.directory / "model/split.json").exists()
-    assert not (result.directory / "model/dense.onnx").exists()
-    loka_onnx.load(result.bundle).infer(requests(3))
-
-
-# Pooled bags, tables outside the model --------------------------------------------------------------------
+# Tables outside the model ---------------------------------------------------------------------------------
 
 
 def test_tables_outside_the_model_are_in_the_bundle_once(tmp_path, monkeypatch):

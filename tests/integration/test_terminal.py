@@ -1,6 +1,4 @@
-"""What a user sees: on a terminal of any width, in a pipe, after Ctrl-C and after an error."""
-
-from __future__ import annotations
+"""What a user sees: on a terminal of any width, in a log, after Ctrl-C and after an error."""
 
 import json
 import os
@@ -12,11 +10,10 @@ import jsonschema
 import pytest
 from pseudo_terminal import Session, screen, start
 from run_findings import STAGES as RECORDED
-from synthetic_runs import BIN, Done, finish
+from synthetic_runs import BIN, finish
 from synthetic_runs import start as start_in_pipes
 
 from loka_onnx.cli.log_lines import LogLine, line_schema
-from loka_onnx.pipeline.run import RunResult
 
 pytestmark = pytest.mark.slow
 ESCAPE = "\x1b"
@@ -144,22 +141,6 @@ def test_no_line_is_wider_than_the_terminal_and_nothing_is_cut(finished, tmp_pat
         assert not [line for line in shown if len(line) > columns or "…" in line], name
 
 
-def resumed(finished: RunResult, *flags: str, **environment: str) -> Done:
-    run_file = finished.directory.parent.parent / "RUN.yaml"
-    variables = {k: v for k, v in os.environ.items() if k not in {"NO_COLOR", "FORCE_COLOR"}}
-    process = start_in_pipes("run", run_file, "--resume", *flags, environment=variables | environment)
-    return finish(process)
-
-
-def test_a_pipe_gets_text_and_no_escapes(finished):
-    done = resumed(finished)
-    assert done.code == 0 and ESCAPE not in done.out + done.err
-    lines = done.err.splitlines()
-    assert ESTIMATE.fullmatch(lines.pop(2))
-    assert [line.split("  ")[0] for line in lines] == [f"✓ {stage}" for stage in STAGES]
-    assert "* emitted" in done.out and "✓" not in done.out
-
-
 def test_every_stage_is_in_the_json_log(place):
     done = finish(start_in_pipes("run", place.run_file, "--log", "json"))
     assert done.code == 0
@@ -184,17 +165,6 @@ def test_every_stage_is_in_the_json_log(place):
     for stage in record["stages"]:
         assert took[stage["stage"]] == pytest.approx(stage["seconds"], abs=2e-3)
     assert done.out.rstrip().splitlines()[-1].startswith("bundle "), "standard output is the result"
-
-
-def test_an_error_is_a_record(place, command):
-    place.write_run_file(batch={"min": 9, "max": 3})
-    environment = {**os.environ, "LOKA_ONNX_LOG": "json"}
-    done = finish(start_in_pipes("run", place.run_file, environment=environment))
-    error, ended = (json.loads(line) for line in done.err.splitlines()[-2:])
-    assert done.code == 2 and done.out == ""
-    assert (error["event"], error["kind"], error["exit_code"]) == ("error", "ConfigError", 2)
-    assert (ended["event"], ended["exit_code"]) == ("ended", 2)
-    assert f"error: {error['message']}\n" == command("run", place.run_file).err, "as text says it"
 
 
 def test_bash_completes(tmp_path):

@@ -1,7 +1,5 @@
 """A backend is added by one folder: nothing of this package is changed for it."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """`loka-onnx tune`, and plans by the times that it leaves."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from pathlib import Path
 

@@ -1,15 +1,11 @@
-"""Reports of real runs: their numbers are in report.json, and two of them are held against one another."""
-
-from __future__ import annotations
+"""Reports of two real runs are held against one another."""
 
 import json
-import re
 import shutil
 from pathlib import Path
 
 import jsonschema
 import pytest
-from page_numbers import NUMBER, check_numbers, tables_of
 from synthetic_runs import make_workplace, tree
 
 from loka_onnx.core import serde
@@ -18,24 +14,6 @@ from loka_onnx.pipeline.run import RunResult, run
 from loka_onnx.report import ReportData
 
 DOCS = Path(__file__).parents[2] / "docs"
-
-
-def test_every_number_of_the_page_of_a_run_is_in_its_json(finished):
-    facts = json.loads((finished.directory / "report.json").read_text())
-    schema = json.loads((DOCS / "report-schema.json").read_text())
-    jsonschema.Draft202012Validator(schema).validate(facts)
-    page = tables_of((finished.directory / "report.html").read_text())
-    markdown = (finished.directory / "report.md").read_text()
-    flat = " ".join(re.sub(r"\\(.)", r"\1", markdown).split())
-    checked = 0
-    for cell in page.cells:
-        text = " ".join(cell.text.split())
-        if not cell.numeric or not NUMBER.search(text):
-            continue
-        source, value = cell.attributes["data-source"], cell.attributes["data-value"]
-        checked += check_numbers(facts, text, source, value)
-        assert text in flat
-    assert checked > 300
 
 
 @pytest.fixture(scope="module")
@@ -88,12 +66,6 @@ def test_two_run_directories_are_compared(finished, later, tmp_path, command):
     assert (0.01 in both.before.numbers, 0.02 in both.after.numbers) == (True, True)
     assert {item.what.split(" · ")[1] for item in found.rows("latency")} == {"batch 8", "batch 64"}
     assert all(item.verdict is not None and item.verdict.numbers[0] > 0 for item in found.rows("latency"))
-    checked = [
-        check_numbers(facts, cell.text, cell.attributes["data-source"], cell.attributes["data-value"])
-        for cell in tables_of((out / "comparison.html").read_text()).cells
-        if cell.numeric and NUMBER.search(cell.text)
-    ]
-    assert sum(checked) > 30
     # Another engine is no failure, unless that is asked for.
     assert command("compare-runs", finished.directory, later.directory, "--out", out, "--exit-code").code == 0
 

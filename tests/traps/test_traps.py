@@ -1,7 +1,5 @@
 """Valid models that are unusual go through the pipeline with their outputs, or are refused in words."""
 
-from __future__ import annotations
-
 import numpy as np
 import onnx
 import onnxruntime
@@ -43,7 +41,9 @@ def test_a_trap_goes_through_or_is_refused(name, tmp_path):
         return
     assert passage.refusal is not None
     assert passage.refusal.evidence
-    assert trap.refused in f"{passage.refusal.where} {passage.refusal.what}"
+    code, _, named = trap.refused.rpartition(" ")
+    assert named in f"{passage.refusal.where} {passage.refusal.what}"
+    assert not code or (passage.refusal.code == code and not (tmp_path / "run").exists())
 
 
 @pytest.mark.slow

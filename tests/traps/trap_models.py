@@ -4,8 +4,6 @@ Most are a product, something unusual, and another product: `body` computes k (n
 text form. `x` is (n, 16) of numbers, `ids` (n,) of ids below 9.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -68,8 +66,9 @@ CONSTANTS: dict[str, np.ndarray] = {
 class Trap:
     """A model with what is expected of it.
 
-    `refused` is what the refusal must name, None where the model must go through; `tolerance` is that of the
-    exact engine's output, relative to the largest; weights are `external`, or x is `positive` in the data.
+    `refused` is what the refusal must name, with its code for some, None where the model must go through;
+    `tolerance` is that of the exact engine's output, relative to the largest; weights are `external`, or x is
+    `positive` in the data.
     """
 
     model: onnx.ModelProto
@@ -120,6 +119,16 @@ def body(
 
 # Control flow --------------------------------------------------------------------------------------
 
+
+def branch(then: str, other: str = "a2 = Relu(h)", output: str = "k") -> str:
+    """One branch where there are rows, which gives `a`, and another that gives `a2`."""
+    return f"""s = Shape<start=0, end=1>(h)
+    v = Squeeze(s)
+    c = Greater(v, i0)
+    {output} = If(c) <then_branch = t () => (float[n,16] a) {{ {then} }},
+                      else_branch = e () => (float[n,16] a2) {{ {other} }}>"""
+
+
 body(
     "if-data-dependent",
     """s = ReduceMax<keepdims=0>(h)
@@ -128,14 +137,7 @@ body(
                else_branch = e () => (float[n,16] a2) { a2 = Relu(h) }>""",
     refused="ReduceMax",
 )
-body(
-    "if-on-the-batch-size",
-    """s = Shape<start=0, end=1>(h)
-    v = Squeeze(s)
-    c = Greater(v, i0)
-    k = If(c) <then_branch = t () => (float[n,16] a) { a = MatMul(h, wt) },
-               else_branch = e () => (float[n,16] a2) { a2 = Relu(h) }>""",
-)
+body("if-on-the-batch-size", branch("a = MatMul(h, wt)"))
 body(
     "if-constant-condition",
     """k = If(yes) <then_branch = t () => (float[n,16] a) { a = MatMul(h, wt) },
@@ -143,25 +145,16 @@ body(
 )
 body(
     "if-nested-same-names",
-    """s = Shape<start=0, end=1>(h)
-    v = Squeeze(s)
-    c = Greater(v, i0)
-    k = If(c) <then_branch = t () => (float[n,16] a) {
-                  d = Greater(v, i2)
-                  a = If(d) <then_branch = t2 () => (float[n,16] q) { z = MatMul(h, wt) q = Relu(z) },
-                             else_branch = e2 () => (float[n,16] q2) { z2 = MatMul(h, wt) q2 = Relu(z2) }> },
-               else_branch = e () => (float[n,16] a3) { z3 = MatMul(h, wt) a3 = Relu(z3) }>""",
+    branch(
+        """d = Greater(v, i2)
+        a = If(d) <then_branch = t2 () => (float[n,16] q) { z = MatMul(h, wt) q = Relu(z) },
+                   else_branch = e2 () => (float[n,16] q2) { z2 = MatMul(h, wt) q2 = Relu(z2) }>""",
+        "z3 = MatMul(h, wt) a2 = Relu(z3)",
+    ),
 )
 body(
     "if-behind-a-relu-that-smoothing-divides",
-    """r = Relu(h)
-    s = Shape<start=0, end=1>(h)
-    v = Squeeze(s)
-    c = Greater(v, i0)
-    m = MatMul(r, w)
-    q = If(c) <then_branch = t () => (float[n,16] a) { a = MatMul(r, wt) },
-               else_branch = e () => (float[n,16] a2) { a2 = Relu(r) }>
-    k = Add(m, q)""",
+    f"r = Relu(h)\nm = MatMul(r, w)\n{branch('a = MatMul(r, wt)', 'a2 = Relu(r)', 'q')}\nk = Add(m, q)",
 )
 body(
     "loop-with-product",
@@ -244,11 +237,7 @@ body("local-function", "k = own.layer(h, wt)", functions=FUNCTION, more=', "own"
 body("nested-functions", "k = own.twice(h, wt)", functions=FUNCTION + NESTED, more=', "own" : 1')
 body(
     "function-within-a-branch",
-    """s = Shape<start=0, end=1>(h)
-    v = Squeeze(s)
-    c = Greater(v, i0)
-    k = If(c) <then_branch = t () => (float[n,16] a) { a = own.layer(h, wt) },
-               else_branch = e () => (float[n,16] a2) { a2 = Relu(h) }>""",
+    branch("a = own.layer(h, wt)"),
     functions=FUNCTION,
     more=', "own" : 1',
 )
@@ -408,7 +397,7 @@ body(
 body("inputs-unused", "k = Relu(h)", ends="(float[n,16] x, int64[n] ids, float[n,3] spare) => (float[n,1] y)")
 body("axes-named-apart", "k = Relu(h)", ends="(float[a,16] x, int64[c] ids) => (float[d,1] y)")
 body("width-dynamic", "k = Relu(h)", ends="(float[n,m] x, int64[n] ids) => (float[n,1] y)")
-body("batch-fixed", "k = Relu(h)", refused="x", ends="(float[8,16] x, int64[8] ids) => (float[8,1] y)")
+body("batch-fixed", "k = Relu(h)", refused="E0408 x", ends="(float[8,16] x, int64[8] ids) => (float[8,1] y)")
 trap("batch-not-first", refused="x")(
     lambda: parsed(
         "t = Transpose<perm=[1,0]>(x)\nh = MatMul(t, w)\ny = MatMul(h, w1)",
@@ -590,7 +579,7 @@ body("twins", "p = Relu(h)\nq = Relu(h)\nk = Add(p, q)")
 # Operators of inference and of training ------------------------------------------------------------
 
 body("dropout-inference", "k = Dropout(h, half, no)")
-body("dropout-training", "k = Dropout(h, half, yes)", refused="Dropout")
+body("dropout-training", "k = Dropout(h, half, yes)", refused="E0409 Dropout")
 body("batchnorm-inference", "k = BatchNormalization(h, ones, zeros, zeros, ones)")
 body(
     "batchnorm-training",
@@ -605,16 +594,8 @@ body(
     "m = Multinomial<sample_size=16>(h)\nf = Cast<to=1>(m)\nk = Add(h, f)",
     refused="Multinomial",
 )
-body(
-    "random-in-a-branch",
-    """s = Shape<start=0, end=1>(h)
-    v = Squeeze(s)
-    c = Greater(v, i0)
-    k = If(c) <then_branch = t () => (float[n,16] a) { a = RandomNormalLike(h) },
-               else_branch = e () => (float[n,16] a2) { a2 = Relu(h) }>""",
-    refused="If",
-)
-body("softmax-over-rows", "k = Softmax<axis=0>(h)", refused="Softmax")
+body("random-in-a-branch", branch("a = RandomNormalLike(h)"), refused="If")
+body("softmax-over-rows", "k = Softmax<axis=0>(h)", refused="E0409 Softmax")
 body("mean-over-rows", "m = ReduceMean(h, a0)\nk = Sub(h, m)", refused="ReduceMean")
 body("top-k-over-rows", "v, i = TopK<axis=0>(h, a1)\nk = Sub(h, v)", refused="TopK")
 body("cumsum-over-rows", "k = CumSum(h, i0)", refused="CumSum")
@@ -623,12 +604,12 @@ body(
     "t = Transpose<perm=[1,0]>(h)\ng = MatMul(h, t)\nk = MatMul(g, h)",
     refused="MatMul",
 )
-body("fails-at-odd-batches", "r = Reshape(h, odd)\nk = Reshape(r, flat)", refused="Reshape")
+body("fails-at-odd-batches", "r = Reshape(h, odd)\nk = Reshape(r, flat)", refused="E0409 Reshape")
 
 # Operator sets -------------------------------------------------------------------------------------
 
 for _opset in (7, 8, 9, 10):
-    body(f"opset-{_opset}", "k = Relu(h)", refused="opset", opset=_opset)
+    body(f"opset-{_opset}", "k = Relu(h)", refused="E0303 opset", opset=_opset)
 body(
     "opset-11",
     """u = Unsqueeze<axes=[1]>(h)
@@ -661,5 +642,5 @@ def _foreign(domain: str, op: str, **attributes: object) -> onnx.ModelProto:
     return model
 
 
-trap("com-microsoft", refused="foreign")(lambda: _foreign("com.microsoft", "Gelu"))
+trap("com-microsoft", refused="E0305 foreign")(lambda: _foreign("com.microsoft", "Gelu"))
 trap("ai-onnx-ml", refused="foreign")(lambda: _foreign("ai.onnx.ml", "Scaler", offset=[0.0], scale=[2.0]))

@@ -1,7 +1,5 @@
 """A trap through the pipeline, and its engine held against the original."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass
 from pathlib import Path

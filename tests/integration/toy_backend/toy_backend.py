@@ -1,7 +1,5 @@
 """A backend in one folder, as an installed package would bring it: ONNX Runtime under another name."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import ClassVar

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper
+from onnx_text import parsed
 
 pytest.importorskip("torch", reason="needs torch: pip install 'loka-onnx[export]'")
 
@@ -42,41 +42,34 @@ def test_a_history_is_of_the_user_and_never_the_rows_own_item():
     assert (found[users != 7] > 0).sum(axis=1).min() > 0
 
 
-def _model(path: Path, nodes: list[Any], inputs: dict[str, list[Any]], weights: dict[str, Any]) -> Path:
-    graph = helper.make_graph(
-        nodes,
-        "products",
-        [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in inputs.items()],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)],
-        [onnx.numpy_helper.from_array(np.asarray(w, np.float32), name) for name, w in weights.items()],
-    )
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path)
-    return path
+def flops_of(path: Path, body: str, x: str, weights: dict[str, tuple[int, ...]]) -> int:
+    """Operations of the one product of a model of `x`, at two rows."""
+    ones = {name: np.ones(shape) for name, shape in weights.items()}
+    onnx.save(parsed(f"[p] {body}", ones, inputs=f"float[{x}] x", opset=17), path)
+    rows = np.ones([2 if size == "n" else int(size) for size in x.split(",")], np.float32)
+    (product,) = products_of(path, {"x": rows})
+    assert product.node == "p"
+    return product.flops
 
 
 @pytest.mark.parametrize(
-    ("node", "shape", "weight", "expected"),
+    ("body", "x", "weight", "expected"),
     [
-        (helper.make_node("MatMul", ["x", "w"], ["y"], "p"), [2, 5, 7], (7, 3), 2 * 5 * 7 * 3),
-        (helper.make_node("Gemm", ["x", "w"], ["y"], "p", transB=1), [2, 7], (3, 7), 2 * 7 * 3),
-        (helper.make_node("Conv", ["x", "w"], ["y"], "p", group=2), [2, 6, 9], (4, 3, 2), 2 * 4 * 8 * 3 * 2),
-        (helper.make_node("Einsum", ["x", "w"], ["y"], "p", equation="bij,jk->bik"), [2, 5, 7], (7, 3), 210),
+        ("y = MatMul(x, w)", "n,5,7", (7, 3), 2 * 5 * 7 * 3),
+        ("y = Gemm<transB=1>(x, w)", "n,7", (3, 7), 2 * 7 * 3),
+        ("y = Conv<group=2>(x, w)", "n,6,9", (4, 3, 2), 2 * 4 * 8 * 3 * 2),
+        ('y = Einsum<equation="bij,jk->bik">(x, w)', "n,5,7", (7, 3), 210),
         # Nothing is summed: a product of elements is no product of matrices.
-        (helper.make_node("Einsum", ["x", "w"], ["y"], "p", equation="bi,i->bi"), [2, 5], (5,), 0),
+        ('y = Einsum<equation="bi,i->bi">(x, w)', "n,5", (5,), 0),
     ],
 )
-def test_operations_of_a_product_are_those_of_the_formula(tmp_path, node, shape, weight, expected):
-    path = _model(tmp_path / "m.onnx", [node], {"x": ["N", *shape[1:]]}, {"w": np.ones(weight)})
-    (product,) = products_of(path, {"x": np.ones(shape, np.float32)})
-    assert (product.node, product.flops) == ("p", expected)
+def test_operations_of_a_product_are_those_of_the_formula(tmp_path, body, x, weight, expected):
+    assert flops_of(tmp_path / "m.onnx", body, x, {"w": weight}) == expected
 
 
 def test_operations_of_a_recurrent_cell_are_those_of_its_gates(tmp_path):
-    node = helper.make_node("GRU", ["x", "w", "r"], ["", "y"], "p", hidden_size=4)
-    weights = {"w": np.ones((1, 12, 6)), "r": np.ones((1, 12, 4))}
-    path = _model(tmp_path / "m.onnx", [node], {"x": [5, "N", 6]}, weights)
-    (product,) = products_of(path, {"x": np.ones((5, 2, 6), np.float32)})
-    assert product.flops == 5 * 3 * 2 * 4 * (6 + 4)
+    body, weights = "every, y = GRU<hidden_size=4>(x, w, r)", {"w": (1, 12, 6), "r": (1, 12, 4)}
+    assert flops_of(tmp_path / "m.onnx", body, "5,n,6", weights) == 5 * 3 * 2 * 4 * (6 + 4)
 
 
 def _outputs(status: str) -> dict[str, Any]:

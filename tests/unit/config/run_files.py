@@ -1,7 +1,5 @@
 """A run file that is right, and the message of one that is not."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The message for each way to get a run file wrong, and numbers and paths beyond their bounds."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -77,6 +75,13 @@ def test_a_wrong_value(run_file, old, new, line, what, evidence):
         ("batch.min", 8192, "`batch.min` is larger than `batch.max`"),
         ("batch.serve", [8, 8], "`serve` lists '8' twice"),
         ("calibration.ray_address", "auto", "`ray_address` belongs to the executor 'ray'"),
+        ("calibration.confidence", 1.0, "`calibration.confidence` must be at most 0.999999"),
+        ("calibration.confidence", 0.5, "`calibration.confidence` must be greater than 0.5"),
+        ("calibration.draws", 9, "`calibration.draws` must be at most 8"),
+        ("calibration.draws", 0, "`calibration.draws` must be at least 1"),
+        ("calibration.error_precision", 0.0, "`calibration.error_precision` must be at least 1e-06"),
+        ("calibration.sensitivity_rows", 0, "`calibration.sensitivity_rows` must be at least 1"),
+        ("calibration.executor", "dask", "`calibration.executor` must be one of local, ray"),
         ("plan.force", ["a.*", "*.calibrator"], "the pattern '*.calibrator' is both kept and forced"),
         ("plan.plans", ["fp8-safe"], "the plan 'fp32' must compete"),
         ("plan.plans", ["fp32", "bf16", "bf16"], "`plans` lists 'bf16' twice"),

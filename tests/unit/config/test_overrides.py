@@ -1,7 +1,5 @@
 """Values that are given beside a run file, any of them anywhere."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -52,24 +50,6 @@ def test_they_replace_create_and_name_entries_as_messages_do(run_file):
     assert refusal(run_file, batch={"max": 1, "mim": 1}).startswith(
         "override 'batch': unknown key 'mim' in `batch`\n"
     )
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "what"),
-    [
-        ("confidence", 1.0, "must be at most 0.999999"),
-        ("confidence", 0.5, "must be greater than 0.5"),
-        ("draws", 9, "must be at most 8"),
-        ("draws", 0, "must be at least 1"),
-        ("error_precision", 0.0, "must be at least 1e-06"),
-        ("sensitivity_rows", 0, "must be at least 1"),
-        ("executor", "dask", "must be one of local, ray"),
-    ],
-)
-def test_limits_of_calibration(run_file, key, value, what):
-    with pytest.raises(ConfigError) as caught:
-        load_run_file(run_file, {f"calibration.{key}": value})
-    assert caught.value.what == f"`calibration.{key}` {what}"
 
 
 @pytest.mark.parametrize("key", ["outputs.3.budget", "outputs.x.budget", "model.onnx.deep", "outputs.9"])

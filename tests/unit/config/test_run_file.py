@@ -1,7 +1,5 @@
 """What a run file means: values, defaults, the files that it names; the JSON Schema says the same."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -130,7 +128,6 @@ def test_the_schema_is_closed_described_and_names_what_is_required():
     assert schema["$defs"]["OutputConfig"]["required"] == ["name", "kind", "label"]
     columns = schema["$defs"]["DataConfig"]["properties"]["inputs"]["additionalProperties"]
     assert [choice["type"] for choice in columns["anyOf"]] == ["string", "array"]
-    schema = run_file_schema()
     for definition in [schema, *schema["$defs"].values()]:
         for key, value in definition.get("properties", {}).items():
             assert value.get("description"), f"{definition['title']}.{key}"

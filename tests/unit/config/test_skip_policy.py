@@ -1,7 +1,5 @@
 """The skip policy of tests/conftest.py, on a small suite of its own."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

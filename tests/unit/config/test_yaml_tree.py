@@ -1,7 +1,5 @@
 """YAML with lines: scalars of YAML 1.2, repeated keys, hostile documents."""
 
-from __future__ import annotations
-
 import json
 import math
 

@@ -1,7 +1,5 @@
 """Documents: equal values give equal text, everything comes back, anything strange is refused; seals."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path

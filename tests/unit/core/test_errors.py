@@ -1,7 +1,5 @@
 """Messages stay short, whatever a file puts into them; errors have codes, and their wording is reviewed."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

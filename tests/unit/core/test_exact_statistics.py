@@ -1,8 +1,7 @@
 """Exact sums and ratios of moments, with their intervals, against fractions, SciPy and simulation."""
 
-from __future__ import annotations
-
 import functools
+import itertools
 import math
 import re
 from fractions import Fraction
@@ -237,25 +236,24 @@ def test_seven_units_say_nothing_and_a_denominator_of_zero_is_refused():
 def paths(kind: str, replicates: int, looks: list[int]) -> list[list[RatioMoments]]:
     """Moments at every look of each replicate."""
     random, rows, found = np.random.default_rng(7), looks[-1], []
+    parts = list(itertools.pairwise([0, *looks]))
     for _ in range(replicates):
         a, b = skewed(random, rows)
         if kind == "rows":
-            users = np.arange(rows)
+            sums = [np.cumsum(values)[np.array(looks) - 1] for values in (a, b, a * a, a * b, b * b)]
+            units = looks
         else:
             # 200 users: each row's is drawn (scattered), or rows come user by user (sorted).
             users = random.integers(0, 200, rows)
             users = np.sort(users) if kind == "sorted users" else users
             a *= np.exp(random.normal(-0.02, 0.2, 200))[users]
-        path = []
-        if kind == "rows":
-            sums = [np.cumsum(values)[np.array(looks) - 1] for values in (a, b, a * a, a * b, b * b)]
-            for n, *parts in zip(looks, *sums, strict=True):
-                path.append(RatioMoments(n, n, *(ExactSum((float(part),)) for part in parts)))
-        else:
-            for n in looks:
-                present = np.unique(users[:n], return_inverse=True)[1]
-                path.append(moments_of(*(np.bincount(present, weights=v[:n]) for v in (a, b)), rows=n))
-        found.append(path)
+            x, y = (
+                np.cumsum([np.bincount(users[i:j], v[i:j], 200) for i, j in parts], axis=0) for v in (a, b)
+            )
+            sums = [values.sum(axis=1) for values in (x, y, x * x, x * y, y * y)]
+            units = np.count_nonzero(y, axis=1).tolist()
+        each = zip(looks, units, *sums, strict=True)
+        found.append([RatioMoments(n, g, *(ExactSum((float(v),)) for v in values)) for n, g, *values in each])
     return found
 
 

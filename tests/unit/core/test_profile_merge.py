@@ -1,7 +1,5 @@
 """Profiles merge: neither the order of the rows nor how they are cut into parts shows in a single bit."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

@@ -1,7 +1,5 @@
 """Recipes, kernel times and corrections as values and documents; caches; the cyclic collector."""
 
-from __future__ import annotations
-
 import gc
 from dataclasses import replace
 from pathlib import Path

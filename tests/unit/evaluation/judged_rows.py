@@ -1,7 +1,5 @@
 """Rows that engines are judged on, and formulas of their losses written out."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from loka_onnx.core.artifact import OutputKind, OutputSpec

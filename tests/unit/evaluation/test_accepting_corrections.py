@@ -1,7 +1,5 @@
 """Which corrections are kept: on simulated rows with formulas written out, and the rule on trials by hand."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Verdicts on an engine against formulas written out, and coverage of the paired interval."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 
@@ -137,20 +135,6 @@ def test_without_labels_kl_over_the_mean_entropy_is_judged_and_nothing_is_invent
     labelled = one(z, z_prime, {"clicked": y}).difference
     assert (labelled.denominator, labelled.judged_name) == ("loss", "ΔNE")
     assert labelled.judged is labelled.delta_ne
-
-
-def test_without_labels_the_upper_bound_of_kl_decides():
-    z, z_prime, _ = sample()
-    kl = one(z, z_prime, {}, UNLABELLED).difference.kl
-    for budget, status in (
-        (kl.upper * 1.001, "within"),
-        (kl.upper * 0.999, "undecided"),
-        (kl.lower * 1.001, "undecided"),
-        (kl.lower * 0.999, "beyond"),
-    ):
-        result = one(z, z_prime, {}, replace(UNLABELLED, budget=budget))
-        assert result.budget_status == status
-        assert (result.rows_to_decide is not None) == (status == "undecided")
 
 
 def test_without_labels_probabilities_weights_and_groups_count_as_with_them():

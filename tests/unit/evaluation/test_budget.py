@@ -1,7 +1,5 @@
 """What is within: the budget, the guards beside it, and the units that intervals rest on."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

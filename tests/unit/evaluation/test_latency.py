@@ -1,7 +1,5 @@
 """Latency on a clock that the test owns."""
 
-from __future__ import annotations
-
 import gc
 from dataclasses import replace
 

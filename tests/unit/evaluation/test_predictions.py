@@ -1,7 +1,5 @@
 """Collecting outputs over batches."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from threading import Barrier
 

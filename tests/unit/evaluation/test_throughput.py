@@ -1,7 +1,5 @@
 """The load generator against queueing theory, on a clock that the test owns, and on a real engine."""
 
-from __future__ import annotations
-
 import gc
 import threading
 from math import exp, factorial, log

@@ -3,8 +3,6 @@
 The load generator runs as it is, threads included; only the clock is another.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 

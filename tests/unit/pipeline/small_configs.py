@@ -1,7 +1,5 @@
 """Run files over empty files, plans and engines, for tests of what is read of them."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path

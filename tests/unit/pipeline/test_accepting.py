@@ -1,16 +1,13 @@
 """What a torch builder returns, and patterns that name sites, both before the first long stage."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 import onnx
-import onnx.parser
 import pytest
-from onnx import numpy_helper
+from onnx_text import parsed
 
 from loka_onnx.config.schema import ModelConfig
 from loka_onnx.core.artifact import ModelArtifact, TensorSpec
@@ -59,14 +56,13 @@ class Place:
     """Two products of one input, `a` and `b`, which mods merge into `a+b`; counts how often they are."""
 
     def __init__(self, folder: Path, **plan: tuple[str, ...]) -> None:
-        proto = onnx.parser.parse_model(
-            '<ir_version: 10, opset_import: ["" : 21]> g (float[batch,32] x) => (float[batch,16] y) {'
-            "[a] p = MatMul(x, wa) [b] q = MatMul(x, wb) r = Relu(p) s = Relu(q) [sum] y = Add(r, s) }"
-        )
         random = np.random.default_rng(0)
-        for name in ("wa", "wb"):
-            values = random.normal(size=(32, 16)).astype(np.float32)
-            proto.graph.initializer.append(numpy_helper.from_array(values, name))
+        proto = parsed(
+            "[a] p = MatMul(x, wa) [b] q = MatMul(x, wb) r = Relu(p) s = Relu(q) [sum] y = Add(r, s)",
+            {name: random.normal(size=(32, 16)) for name in ("wa", "wb")},
+            inputs="float[batch,32] x",
+            outputs="float[batch,16] y",
+        )
         onnx.save(proto, folder / "exported.onnx")
         graph = GraphModel.load(folder / "exported.onnx")
         digest = graph.save(folder / "exported.onnx")

@@ -1,7 +1,5 @@
 """A resumed run builds again where the library of a backend changed, under whatever name it came."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from importlib.metadata import packages_distributions
 from pathlib import Path

@@ -1,7 +1,5 @@
 """How many builds run at once, in which order their results come, and what an error or Ctrl-C leaves."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

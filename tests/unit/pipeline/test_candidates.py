@@ -1,7 +1,5 @@
 """Candidates: settings of backends reach them, and a planned model is written once for each form."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Which plans compete where none are listed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """No constant is fitted to a plan that is far beyond the budget."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any, cast
 

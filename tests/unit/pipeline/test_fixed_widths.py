@@ -1,19 +1,16 @@
 """Dynamic axes besides the batch: where a column has one width in all rows of the data, it is that number."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 import onnx
-import onnx.parser
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from onnx import numpy_helper
 from onnx.reference import ReferenceEvaluator
+from onnx_text import parsed
 from small_configs import config_of
 
 from loka_onnx.core.artifact import ModelArtifact, OutputSpec
@@ -28,32 +25,30 @@ from loka_onnx.runtime.requests import Layout
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
 
 # A mean over a history whose length is read from the history, beside scores of as many positions.
-TEXT = """<ir_version: 10, opset_import: ["" : 21]>
-g (int64[n, L] history, float[n, L] weight, float[n, M] dense) => (float[n, 4] out, float[n, L] scores) {
-    rows = Gather(table, history)
-    last = Constant<value_ints=[-1]>()
+BODY = """rows = Gather(table, history)
     tall = Unsqueeze(weight, last)
     scaled = Mul(rows, tall)
-    middle = Constant<value_ints=[1]>()
     pooled = ReduceSum<keepdims=0>(scaled, middle)
     shape = Shape<start=1, end=2>(history)
     length = Cast<to=1>(shape)
     mean = Div(pooled, length)
     flat = MatMul(dense, w)
     out = Add(mean, flat)
-    scores = Sigmoid(weight)
-}"""
+    scores = Sigmoid(weight)"""
 OUTPUTS = (OutputSpec("out", "logit", "clicked"),)
 SPLITS = ("calibration", "selection", "certification")
 
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
-    proto = onnx.parser.parse_model(TEXT)
     generator = np.random.default_rng(0)
-    for name, shape in (("table", (9, 4)), ("w", (3, 4))):
-        values = generator.normal(size=shape).astype(np.float32)
-        proto.graph.initializer.append(numpy_helper.from_array(values, name))
+    constants = {name: generator.normal(size=shape) for name, shape in (("table", (9, 4)), ("w", (3, 4)))}
+    proto = parsed(
+        BODY,
+        constants | {"last": np.array([-1]), "middle": np.array([1])},
+        inputs="int64[n, L] history, float[n, L] weight, float[n, M] dense",
+        outputs="float[n, 4] out, float[n, L] scores",
+    )
     onnx.save(proto, tmp_path / "ranker.onnx")
     return tmp_path
 

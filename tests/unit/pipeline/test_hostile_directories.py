@@ -1,7 +1,5 @@
 """Run directories and results of jobs that lead out of themselves, by their documents or by links."""
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import replace

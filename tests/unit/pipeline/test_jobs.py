@@ -1,7 +1,5 @@
 """Build jobs on one tiny model: written, read, executed, held against their results, merged."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Which mods a run applies: what the run file skips, and whether smoothing follows."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

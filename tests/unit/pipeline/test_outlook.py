@@ -1,7 +1,5 @@
 """Expected times against what they stand for."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,13 +1,12 @@
 """Putting sites that were measured again among the others of an earlier profile."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import onnx
-import onnx.parser
 import pytest
+from onnx_text import parsed
 
 from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.exact_sum import ExactSum
@@ -159,19 +158,14 @@ def test_a_model_whose_sites_are_all_known_carries_the_profile():
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> ModelArtifact:
     """one and two read x, of which two reads a view; thin reads x as well; last reads something else."""
-    text = """<ir_version: 10, opset_import: ["" : 21]>
-        g (float[batch,16] x) => (float[batch,16] y, float[batch,8] z) <
-            float[16,16] w1 = {%s}, float[16,16] w2 = {%s}, float[16,16] w3 = {%s}, float[16,8] w4 = {%s}> {
-            [one] a = MatMul(x, w1)
-            v = Identity(x)
-            [two] b = MatMul(v, w2)
-            c = Add(a, b)
-            [last] y = MatMul(c, w3)
-            [thin] z = MatMul(x, w4)
-        }"""
-    ones = [",".join(["1"] * size) for size in (256, 256, 256, 128)]
     path = tmp_path_factory.mktemp("shared") / "model.onnx"
-    proto = onnx.parser.parse_model(text % tuple(ones))
+    proto = parsed(
+        "[one] a = MatMul(x, w1)  v = Identity(x)  [two] b = MatMul(v, w2)  c = Add(a, b)"
+        "[last] y = MatMul(c, w3)  [thin] z = MatMul(x, w4)",
+        {**{f"w{i}": np.ones((16, 16)) for i in (1, 2, 3)}, "w4": np.ones((16, 8))},
+        inputs="float[batch,16] x",
+        outputs="float[batch,16] y, float[batch,8] z",
+    )
     for node in proto.graph.node:
         node.name = node.name or f"inner/{node.output[0]}"
     onnx.save(proto, path)

@@ -1,7 +1,5 @@
 """The rounds of refining, over a bench whose engines' times and errors are known; when results stand."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace

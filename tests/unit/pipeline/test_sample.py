@@ -1,12 +1,10 @@
 """Generated inputs: of the widths that the data have, and such as the model answers with numbers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np
 import onnx
-import onnx.parser
+from onnx_text import parsed
 
 from loka_onnx.config import RunConfig, build_run_config
 from loka_onnx.core.artifact import TensorSpec
@@ -17,20 +15,18 @@ from loka_onnx.pipeline.directory import RunDirectory
 from loka_onnx.pipeline.rows import bounded_by, generated_rows
 
 WEIGHTS = {
-    "w": np.random.default_rng(0).standard_normal((6, 1)).astype(np.float32),
-    "table": np.random.default_rng(1).standard_normal((9, 4)).astype(np.float32),
+    "w": np.random.default_rng(0).standard_normal((6, 1)),
+    "table": np.random.default_rng(1).standard_normal((9, 4)),
     "axis": np.array([1]),
 }
 
 
 def drawn(body: str, folder: Path, width: str = "2") -> dict[str, np.ndarray]:
     """What a run generates for a model of `x` (n, 2) and `ids` (n, m)."""
-    header = '<ir_version: 10, opset_import: ["" : 21]>'
-    ends = f"(float[n,{width}] x, int64[n,m] ids) => (float[n,1] y)"
-    text = f"{header} g {ends} {{ {body} e = Gather(table, ids)  s = ReduceSum<keepdims=0>(e, axis) "
-    model = onnx.parser.parse_model(f"{text} c = Concat<axis=1>(l, s)  y = MatMul(c, w) }}")
-    model.graph.initializer.extend(onnx.numpy_helper.from_array(v, name) for name, v in WEIGHTS.items())
-    onnx.save(model, folder / "ranker.onnx")
+    body += " e = Gather(table, ids)  s = ReduceSum<keepdims=0>(e, axis)"
+    body += " c = Concat<axis=1>(l, s)  y = MatMul(c, w)"
+    inputs = f"float[n,{width}] x, int64[n,m] ids"
+    onnx.save(parsed(body, WEIGHTS, inputs=inputs, outputs="float[n,1] y"), folder / "ranker.onnx")
     random = np.random.default_rng(2)
     np.savez(
         folder / "rows.npz",

@@ -1,7 +1,5 @@
 """The cut as a stage: what it leaves, what engines are built from, and how a run keeps its record."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -11,11 +9,10 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from onnx import numpy_helper as nh
+from onnx_text import parsed
 
 from loka_onnx.core import serde
 from loka_onnx.core.artifact import ModelArtifact, TensorSpec
-from loka_onnx.core.evaluation import Latency
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.plan import PlanSet, PrecisionPlan, Wide
 from loka_onnx.core.rewrite import Declined, ModelSplit, Part, SplitCheck
@@ -28,17 +25,12 @@ from loka_onnx.pipeline import splitting
 from loka_onnx.pipeline.context import Context
 from loka_onnx.pipeline.directory import RunDirectory
 from loka_onnx.pipeline.judging import Judging
-from loka_onnx.pipeline.splitting import LOOKUP, beside_lookup, cut_model, source_of
+from loka_onnx.pipeline.splitting import cut_model, source_of
 from loka_onnx.sessions.runner import Arrays, Runner
 
-RANKER = """
-<ir_version: 10, opset_import: ["" : 21]>
-ranker (float[batch,3] x, int64[batch] item) => (float[batch,1] ctr) {
-   [look_up] e = Gather<axis=0>(table, item)
-   c = Concat<axis=1>(x, e)
-   [fc] ctr = MatMul(c, w)
-}
-"""
+RANKER = """["items/gather"] e = Gather<axis=0>(table, item)
+    c = Concat<axis=1>(x, e)
+    [fc] ctr = MatMul(c, w)"""
 TABLE = np.arange(40, dtype=np.float32).reshape(10, 4) / 7
 
 
@@ -60,12 +52,10 @@ class Rows:
 
 
 def write_whole(directory: Path) -> ModelArtifact:
-    model = onnx.parser.parse_model(RANKER)
-    random = np.random.default_rng(1)
-    for name, value in (("table", TABLE), ("w", random.standard_normal((7, 1)).astype(np.float32))):
-        model.graph.initializer.append(nh.from_array(value, name))
-    # The parser's names have no slash.
-    model.graph.node[0].name = "items/gather"
+    constants = {"table": TABLE, "w": np.random.default_rng(1).standard_normal((7, 1))}
+    model = parsed(
+        RANKER, constants, inputs="float[batch,3] x, int64[batch] item", outputs="float[batch,1] ctr"
+    )
     path = directory / "model/modified.onnx"
     path.parent.mkdir(parents=True, exist_ok=True)
     onnx.save(model, path)
@@ -194,12 +184,3 @@ def test_an_engine_with_its_lookup_takes_the_inputs_of_the_whole(directory, monk
         run = judging_of(directory, cut(directory)).open_engine(engine, stack)
         np.testing.assert_array_equal(run(inputs)["ctr"], TABLE[inputs["item"]][:, :1])
     assert runner.closed
-
-
-def test_the_median_of_the_lookup_stands_beside_each_engine_and_not_among_them():
-    one = Latency(8, 10.0, 11.0, 12.0, 20, "cpu", True)
-    timed = {"engine": (one, replace(one, batch=64)), LOOKUP: (replace(one, p50_us=3.0),)}
-    assert beside_lookup(timed) == {
-        "engine": (replace(one, lookup_p50_us=3.0), replace(one, batch=64, lookup_p50_us=None))
-    }
-    assert beside_lookup({"engine": (one,)}) == {"engine": (one,)}

@@ -1,7 +1,5 @@
 """Which engines are put under load."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
