@@ -122,6 +122,7 @@ def test_a_deployment_against_itself_differs_by_exactly_nothing(place):
     found = compare(place.a, place.a, place.rows, options(latency=True, batches=(8,), slices=("country",)))
     rows = found.rows("accuracy")
     assert len(rows) > 15
+    assert sum(": country = " in item.what for item in rows) == 6, "two values of each output"
     for item in rows:
         assert item.verdict is not None and item.verdict.numbers == (0.0, 0.0, 0.0), item
     assert not found.is_different and found.notes == ()
