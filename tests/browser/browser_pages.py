@@ -73,8 +73,22 @@ def draw(page: Any, selector: str) -> Any:
     return plot
 
 
-def fits_a_phone(page: Any) -> bool:
-    return page.evaluate("document.documentElement.scrollWidth") == PHONE[0]
+def is_as_wide_as(page: Any, size: tuple[int, int]) -> bool:
+    """Nothing sticks out to the side."""
+    return page.evaluate("document.documentElement.scrollWidth") == size[0]
+
+
+STAGE = "#model-graph .graph-stage"
+HEAR = "window.heard = []; document.addEventListener('loka:site', e => heard.push(e.detail.site))"
+
+
+def assert_all_inside(page: Any) -> None:
+    """Every node of the graph is seen."""
+    stage = page.locator(STAGE).bounding_box()
+    for rect in page.locator("#model-graph .node rect").all():
+        box = rect.bounding_box()
+        assert stage["x"] < box["x"] and box["x"] + box["width"] < stage["x"] + stage["width"]
+        assert stage["y"] < box["y"] and box["y"] + box["height"] < stage["y"] + stage["height"]
 
 
 def written(data: ReportData, directory: Path) -> Path:

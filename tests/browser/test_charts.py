@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from browser_pages import checked_numbers, draw, facts_of, written
-from changed_run import comparable
+from changed_run import comparable, with_profile
 from rich_run import rich
 
 from loka_onnx.core import serde
@@ -20,49 +22,27 @@ from loka_onnx.report import ReportData
 LATENCY = "#chart-engines"
 
 
-@pytest.fixture
-def two_charts(data: ReportData, tmp_path):
-    """A page of two targets with points to compare: nothing is simulated."""
-    return written(comparable(data), tmp_path)
-
-
-def settle(page) -> None:
-    page.evaluate("() => new Promise(r => requestAnimationFrame(() => requestAnimationFrame(r)))")
-    page.wait_for_timeout(300)
-
-
-def widths(page) -> tuple[float, float]:
-    """Of the chart that is shown, and of the place that it is drawn in."""
-    plot = page.locator(f"{LATENCY} .plot:visible")
-    return plot.locator(".main-svg").first.bounding_box()["width"], plot.bounding_box()["width"]
-
-
-def drawn_charts(page) -> list[int]:
-    """Places in the list of two charts that have something to draw, each drawn once; the second is shown."""
-    indices = page.evaluate(
-        f"() => [...document.querySelectorAll('{LATENCY} .chart')]"
-        ".flatMap((chart, i) => chart.querySelector('.plot') ? [i] : [])"
-    )
-    if len(indices) < 2:
-        pytest.fail("only one of the charts has something to draw")
-    for index in indices[:2]:
-        page.locator(f"{LATENCY} select").select_option(str(index))
-        page.locator(f"{LATENCY} .plot:visible .main-svg").first.wait_for()
-    return indices[:2]
-
-
-def test_a_chart_that_was_hidden_meanwhile_is_as_wide_as_its_place(visit, two_charts):
-    opened = visit(two_charts)
+def test_a_chart_that_was_hidden_meanwhile_is_as_wide_as_its_place(visit, data: ReportData, tmp_path):
+    file = written(comparable(data), tmp_path)
+    opened = visit(file)
     page = opened.page
     page.locator(LATENCY).scroll_into_view_if_needed()
-    first, _ = drawn_charts(page)
+    drawn = page.evaluate(
+        f"() => [...document.querySelectorAll('{LATENCY} .chart')]"
+        ".flatMap((chart, i) => chart.querySelector('.plot') ? [String(i)] : [])"
+    )
+    first, second, *_ = drawn
+    choice, plot = page.locator(f"{LATENCY} select"), page.locator(f"{LATENCY} .plot:visible")
+    for index in (first, second):
+        choice.select_option(index)
+        plot.locator(".main-svg").first.wait_for()
     page.set_viewport_size({"width": 1000, "height": 800})
-    settle(page)
-    page.locator(f"{LATENCY} select").select_option(str(first))
-    settle(page)
-    chart, place = widths(page)
-    assert chart == pytest.approx(place, abs=2)
-    opened.check(two_charts)
+    page.wait_for_timeout(300)
+    choice.select_option(first)
+    page.wait_for_timeout(300)
+    chart, place = plot.locator(".main-svg").first.bounding_box(), plot.bounding_box()
+    assert chart["width"] == pytest.approx(place["width"], abs=2)
+    opened.check(file)
 
 
 def test_a_browser_that_cannot_draw_says_so_in_words(browser, report):
@@ -77,23 +57,6 @@ def test_a_browser_that_cannot_draw_says_so_in_words(browser, report):
     # Nothing says that it is a picture, or still to come: a screen reader would not read the sentence.
     assert [plot.get_attribute(name) for name in ("role", "aria-label", "aria-busy")] == [None] * 3
     context.close()
-
-
-def test_without_scripts_a_sentence_stands_where_a_chart_would(visit, report):
-    page = visit(report, javascript=False).page
-    chart = page.locator(f"{LATENCY} .chart:visible")
-    assert "The drawing needs scripts; the tables have all of its numbers." in chart.inner_text()
-    assert not chart.locator(".plot").is_visible()
-    # A list that leads nowhere is not offered.
-    assert not page.locator(f"{LATENCY} select").is_visible()
-
-
-def with_histogram(data: ReportData, histogram: MagnitudeHistogram) -> ReportData:
-    """The first site's first activation has another histogram."""
-    first, *others = data.profile.sites
-    name, stats = next(iter(first.operands.items()))
-    operands = {**first.operands, name: replace(stats, histogram=histogram)}
-    return replace(data, profile=replace(data.profile, sites=(replace(first, operands=operands), *others)))
 
 
 def test_the_chosen_site_is_told_to_a_screen_reader(visit, report, data: ReportData):
@@ -114,26 +77,35 @@ def test_the_chosen_site_is_told_to_a_screen_reader(visit, report, data: ReportD
     assert label == f"Histogram of the magnitudes of dense, read by {names[0]}"
 
 
-def test_shares_are_of_all_sampled_elements_zeros_included(visit, data: ReportData, tmp_path):
+@pytest.fixture
+def with_histogram(visit, data: ReportData, tmp_path) -> Callable[[MagnitudeHistogram], Any]:
+    """The page where the activation of the first site has another histogram."""
+
+    def opened(histogram: MagnitudeHistogram) -> Any:
+        first, *others = data.profile.sites
+        operands = {name: replace(stats, histogram=histogram) for name, stats in first.operands.items()}
+        changed = with_profile(data, sites=(replace(first, operands=operands), *others))
+        return visit(written(changed, tmp_path)).page
+
+    return opened
+
+
+def test_shares_are_of_all_sampled_elements_zeros_included(with_histogram):
     """Half are zero, and of the others all are normal."""
-    one = MagnitudeHistogram(zeros=500, first=1024, counts=(500,))
-    page = visit(written(with_histogram(data, one), tmp_path)).page
+    page = with_histogram(MagnitudeHistogram(zeros=500, first=1024, counts=(500,)))
     shown, regions = facts_of(page), ("becomes 0", "subnormal", "normal")
     assert [shown[f"Sampled elements: {region}"] for region in regions] == ["0 %", "0 %", "50 %"]
     assert "50 %" in " ".join(draw(page, "#site-plot").locator(".annotation-text").all_text_contents())
     assert "of all sampled elements, zeros included" in page.locator("#site-panel .fine").inner_text()
 
 
-def test_an_activation_of_zeros_is_told_from_one_without_a_histogram(visit, data: ReportData, tmp_path):
-    zeros = with_histogram(data, MagnitudeHistogram(zeros=800))
-    page = visit(written(zeros, tmp_path)).page
-    page.locator("#site-choice").select_option(data.modified.sites[0].name)
-    assert page.locator("#site-none").inner_text() == (
-        "Every sampled element of this activation is zero, so there is nothing to draw."
-    )
-    assert not page.locator("#site-plot").is_visible()
-    page.locator("#site-choice").select_option("over_arch.fc2")
-    assert page.locator("#site-none").inner_text() == "No histogram was kept of this site."
+def test_an_activation_of_zeros_is_told_from_one_without_a_histogram(with_histogram):
+    page = with_histogram(MagnitudeHistogram(zeros=800))
+    zeros = "Every sampled element of this activation is zero, so there is nothing to draw."
+    for site, said in (("over_arch.fc0", zeros), ("over_arch.fc2", "No histogram was kept of this site.")):
+        page.locator("#site-choice").select_option(site)
+        assert page.locator("#site-none").inner_text() == said
+        assert not page.locator("#site-plot").is_visible()
 
 
 @pytest.mark.parametrize("control", ["#site-choice", "#site-log", "#chart-engines select"])
@@ -153,8 +125,8 @@ def test_coming_back_does_not_bring_back_half_of_a_choice(visit, report, control
         name = found.evaluate("e => e.selectedOptions[0].text")
         assert page.locator("#site-reason").inner_text().startswith(f"{name}: ")
     else:
-        charts = page.locator("#chart-engines .chart").all()
-        assert [chart.is_visible() for chart in charts].index(True) == int(found.input_value())
+        shown = [chart.is_visible() for chart in page.locator("#chart-engines .chart").all()]
+        assert shown.index(True) == int(found.input_value())
 
 
 def test_every_number_of_the_page_equals_report_json(visit, run, tmp_path: Path) -> None:

@@ -1,10 +1,10 @@
 """Bundles that were altered, with a manifest that is sealed as somebody could who may write all of it."""
 
-import dataclasses
 import hashlib
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ def with_files(bundle: Path, place: Path, sizes: tuple[int, ...], seed: int) -> 
         added.append(BundleFile(path, size, hashlib.sha256(data).hexdigest()))
     manifest = read(bundle)
     files = tuple(sorted((*manifest.files, *added), key=lambda f: f.path))
-    rewrite(place, dataclasses.replace(manifest, files=files, report=tuple(f.path for f in added)))
+    rewrite(place, replace(manifest, files=files, report=tuple(f.path for f in added)))
     return place
 
 
@@ -68,7 +68,7 @@ def read(bundle: Path) -> Manifest:
 
 def rewrite(bundle: Path, manifest: Manifest) -> str:
     """Writes a manifest as a bundle holds it; gives its digest."""
-    text = seal(serde.dumps(dataclasses.replace(manifest, seal=UNSEALED))).encode()
+    text = seal(serde.dumps(replace(manifest, seal=UNSEALED))).encode()
     (bundle / "manifest.json").write_bytes(text)
     return hashlib.sha256(text).hexdigest()
 
@@ -86,7 +86,7 @@ def engine_of(
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)
     paths = [folder / name for name in files]
-    artifact = dataclasses.replace(
+    artifact = replace(
         run.contents.engines[0].artifact,
         backend=backend,
         architecture=architecture,
@@ -95,7 +95,7 @@ def engine_of(
         digest=digest_files(paths) if len(paths) > 1 else digest_file(paths[0]),
         **changes,
     )
-    return dataclasses.replace(run.contents.engines[0], artifact=artifact)
+    return replace(run.contents.engines[0], artifact=artifact)
 
 
 def built_by_inductor(
@@ -125,6 +125,6 @@ def built_by_inductor(
         )
     )
     assert built.is_built, built.detail
-    largest = dataclasses.replace(known.batch, max=batch[2])
+    largest = replace(known.batch, max=batch[2])
     engines = (BundleEngine(built, known.fallback),)
-    return dataclasses.replace(known, root=root / "run", engines=engines, batch=largest)
+    return replace(known, root=root / "run", engines=engines, batch=largest)

@@ -1,10 +1,11 @@
 """A ranker with one table, cut at its embeddings, as the contents of a bundle."""
 
-import dataclasses
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import onnx
+from onnx_text import parsed
 from sample_run import SampleRun
 
 from loka_onnx.bundle.writer import BundleContents, BundleEngine, BundleLookup, Expectation
@@ -17,14 +18,6 @@ from loka_onnx.graph.storage import model_digest
 from loka_onnx.sessions.onnx_session import OnnxSession
 from loka_onnx.transforms.lookups.split_sparse import SparseSplit, describe_halves, split_sparse, verify_split
 
-RANKER = """
-<ir_version: 10, opset_import: ["" : 21]>
-ranker (float[batch,3] x, int64[batch] item) => (float[batch,1] ctr) {
-   [look_up] e = Gather<axis=0>(table, item)
-   c = Concat<axis=1>(x, e)
-   [over] ctr = MatMul(c, w)
-}
-"""
 TABLE = np.arange(40, dtype=np.float32).reshape(10, 4) / 7
 WEIGHT = np.array([[1.0], [-2.0], [0.5], [0.25], [3.0], [-1.0], [0.125]], np.float32)
 LOOKED_UP = "embeddings.item"
@@ -43,17 +36,18 @@ def answer(asked: dict[str, np.ndarray]) -> np.ndarray:
 
 def cut_contents(sample: SampleRun, root: Path, *, is_external: bool = False) -> BundleContents:
     """What a run with the cut hands over, with one engine of ONNX Runtime on the CPU."""
-    model = onnx.parser.parse_model(RANKER)
-    for name, values in (("table", TABLE), ("w", WEIGHT)):
-        model.graph.initializer.append(onnx.numpy_helper.from_array(values, name))
+    model = parsed(
+        "e = Gather<axis=0>(table, item)  c = Concat<axis=1>(x, e)  [over] ctr = MatMul(c, w)",
+        {"table": TABLE, "w": WEIGHT},
+        inputs="float[batch,3] x, int64[batch] item",
+        outputs="float[batch,1] ctr",
+    )
     # The parser's names have no slash.
     model.graph.node[0].name = f"{LOOKED_UP}/gather"
     path = root / "model" / "whole.onnx"
     path.parent.mkdir(parents=True)
-    if is_external:
-        onnx.save(model, path, save_as_external_data=True, location="tables.bin", size_threshold=100)
-    else:
-        onnx.save(model, path)
+    outside = {"save_as_external_data": True, "location": "tables.bin", "size_threshold": 100}
+    onnx.save(model, path, **outside if is_external else {})
     whole = ModelArtifact(
         path=path,
         digest=model_digest(path),
@@ -63,30 +57,19 @@ def cut_contents(sample: SampleRun, root: Path, *, is_external: bool = False) ->
         sites=find_sites(GraphModel.load(path)),
         producer="cut_models",
     )
-    split = split_sparse(GraphModel.load(path))
+    split, rows = split_sparse(GraphModel.load(path)), request(8)
     assert isinstance(split, SparseSplit)
-    rows = request(8)
     assert verify_split(split, path, [rows], root / "model") is None
     halves = describe_halves(split, whole, root / "model")
-    exact = OnnxSession(path).run(rows)
-    expected = Expectation(exact, {"ctr": 1e-5})
-    engine = dataclasses.replace(
-        sample.contents.engines[1].artifact,
-        path=Path("model/dense.onnx"),
-        digest=digest_file(halves.dense.path),
-        part=Part.DENSE,
-    )
-    return dataclasses.replace(
+    expected = Expectation(OnnxSession(path).run(rows), {"ctr": 1e-5})
+    dense = {"path": Path("model/dense.onnx"), "digest": digest_file(halves.dense.path), "part": Part.DENSE}
+    lookup = replace(halves, lookup=replace(halves.lookup, path=Path("model/lookup.onnx")))
+    return replace(
         sample.contents,
         root=root,
-        model=dataclasses.replace(whole, path=Path("model/whole.onnx")),
-        engines=(BundleEngine(engine, expected),),
+        model=replace(whole, path=Path("model/whole.onnx")),
+        engines=(BundleEngine(replace(sample.contents.engines[1].artifact, **dense), expected),),
         fallback=expected,
         sample=rows,
-        lookup=BundleLookup(
-            dataclasses.replace(
-                halves, lookup=dataclasses.replace(halves.lookup, path=Path("model/lookup.onnx"))
-            ),
-            {LOOKED_UP: TABLE[rows["item"]]},
-        ),
+        lookup=BundleLookup(lookup, {LOOKED_UP: TABLE[rows["item"]]}),
     )

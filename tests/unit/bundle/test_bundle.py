@@ -9,13 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 from altered import tree
-from sample_run import make_run
 
 from loka_onnx.bundle.format import replace
 from loka_onnx.bundle.format.files import verify_bundle
-from loka_onnx.bundle.writer import BundleContents, requirements_of, write_bundle
+from loka_onnx.bundle.writer import BundleContents, BundleEngine, requirements_of, write_bundle
 from loka_onnx.core import serde
-from loka_onnx.core.evaluation import TargetChoice
+from loka_onnx.core.evaluation import Choice, TargetChoice
 from loka_onnx.core.manifest import EngineEntry, Manifest
 from loka_onnx.core.plan import PlanSet
 from loka_onnx.core.serde import schema_id
@@ -49,46 +48,34 @@ def test_a_bundle_lists_every_file(sample, tmp_path):
     assert serde.read(PlanSet, one / manifest.plans).plan("fp8-safe").fp8_sites == ("over_arch.fc0",)
 
 
-def test_external_data_stays_external(tmp_path):
-    run = make_run(tmp_path / "run", external=True)
-    bundle = write_bundle(run.contents, tmp_path / "bundle")
-    assert (bundle / "fallback" / "model.onnx.data").stat().st_size > 1000
-    assert verify_bundle(bundle).file("fallback/model.onnx.data").bytes > 1000
-
-
 @pytest.mark.parametrize("exchanges", [True, False])
-def test_an_old_bundle_is_replaced_as_a_whole(sample, tmp_path, monkeypatch, exchanges):
+def test_an_old_bundle_is_replaced_as_a_whole(bundle, sample, tmp_path, monkeypatch, exchanges):
     """Without the call that exchanges directories, the old one is moved away first."""
     if not exchanges:
         monkeypatch.setattr(replace, "_exchange", lambda one, other: False)
-    place = tmp_path / "bundle"
-    write_bundle(sample.contents, place)
     fewer = dataclasses.replace(sample.contents, engines=sample.contents.engines[1:2])
-    write_bundle(fewer, place)
-    assert [e.id for e in verify_bundle(place).engines] == [fewer.engines[0].artifact.id]
+    write_bundle(fewer, bundle)
+    assert [e.id for e in verify_bundle(bundle).engines] == [fewer.engines[0].artifact.id]
     assert [p.name for p in tmp_path.iterdir()] == ["bundle"]
 
 
-def test_an_old_bundle_left_between_two_renames_comes_back(sample, tmp_path):
-    place = tmp_path / "bundle"
-    write_bundle(sample.contents, place)
+def test_an_old_bundle_left_between_two_renames_comes_back(bundle, sample, tmp_path):
     away = tmp_path / ".bundle.staged-xyz"
     away.mkdir()
-    place.rename(away / "bundle")
+    bundle.rename(away / "bundle")
     broken = dataclasses.replace(sample.contents, plans=PlanSet(()))
     with pytest.raises(BundleError, match="an engine's plan is not among the plans"):
-        write_bundle(broken, place)
-    verify_bundle(place)
+        write_bundle(broken, bundle)
+    verify_bundle(bundle)
     assert [p.name for p in tmp_path.iterdir()] == ["bundle"]
 
 
-def test_a_failed_write_leaves_the_old_bundle_and_nothing_else(sample, tmp_path):
-    place = write_bundle(sample.contents, tmp_path / "bundle")
-    before = (place / "manifest.json").read_bytes()
+def test_a_failed_write_leaves_the_old_bundle_and_nothing_else(bundle, sample, tmp_path):
+    before = tree(bundle)
     altered = dataclasses.replace(sample.contents, **with_artifact(sample.contents, digest="0" * 64))
     with pytest.raises(BundleError, match=r"was altered since it was built\n  evidence: sha256 "):
-        write_bundle(altered, place)
-    assert (place / "manifest.json").read_bytes() == before
+        write_bundle(altered, bundle)
+    assert tree(bundle) == before
     assert [p.name for p in tmp_path.iterdir()] == ["bundle"]
 
 
@@ -127,28 +114,28 @@ def test_contents_that_contradict_themselves_are_refused(sample, tmp_path, chang
 
 def test_engines_of_several_architectures_stand_side_by_side(sample, tmp_path):
     """One target that holds several architectures, then an engine that runs here for the same target."""
-    engines = [
-        *(with_artifact(sample.contents, target="fleet", architecture=a) for a in ("sm89", "sm90", "sm120")),
-        with_artifact(sample.contents, 2, target="fleet"),
-    ]
-    contents = dataclasses.replace(
-        sample.contents, engines=tuple(engine for made in engines for engine in made["engines"])
+    architectures = ("sm89", "sm90", "sm120")
+    engines = (
+        *(
+            with_artifact(sample.contents, target="fleet", architecture=a)["engines"][0]
+            for a in architectures
+        ),
+        *with_artifact(sample.contents, 2, target="fleet")["engines"],
     )
-    first = contents.engines[0].artifact.id
-    choice = TargetChoice("fleet", first, "fp8-safe", "the fastest", "measured", ())
-    contents = dataclasses.replace(contents, choice=dataclasses.replace(contents.choice, targets=(choice,)))
-    place = write_bundle(contents, tmp_path / "bundle")
+    choice = TargetChoice("fleet", engines[0].artifact.id, "fp8-safe", "the fastest", "measured", ())
+    place = write_bundle(
+        dataclasses.replace(sample.contents, engines=engines, choice=Choice((choice,))), tmp_path / "bundle"
+    )
     manifest = verify_bundle(place)
-    assert manifest.architectures == ("sm89", "sm90", "sm120", "cpu")
+    assert manifest.architectures == (*architectures, "cpu")
     ids = [entry.id for entry in manifest.engines]
-    assert ids[:3] == [f"fleet-tensorrt_rtx-{a}-fp8-safe" for a in ("sm89", "sm90", "sm120")]
+    assert ids[:3] == [f"fleet-tensorrt_rtx-{a}-fp8-safe" for a in architectures]
     assert {entry.target for entry in manifest.engines} == {"fleet"}
     assert len({entry.path for entry in manifest.engines}) == 4
     # Tried in their order; the first that runs here is taken, and each one before it says why it does not.
-    engine = load(place, trust=True)
-    assert engine.entry.id == ids[3]
-    assert [skipped.engine for skipped in engine.skipped] == ids[:3]
-    engine.close()
+    with load(place, trust=True) as engine:
+        assert engine.entry.id == ids[3]
+        assert [skipped.engine for skipped in engine.skipped] == ids[:3]
 
 
 @pytest.mark.parametrize(
@@ -170,21 +157,20 @@ def test_what_an_engine_needs_is_what_its_session_checks(backend, version, archi
 
 
 def test_equal_contents_give_equal_bytes(sample, tmp_path, monkeypatch):
-    """At another time, in another place, under another umask, with arrays and tolerances in another order."""
-    (tmp_path / "report.md").write_text("# report\n")
-    contents = dataclasses.replace(sample.contents, report=(tmp_path / "report.md",))
-    one = write_bundle(contents, tmp_path / "one")
-    engines = tuple(
-        dataclasses.replace(
-            e,
-            expectation=dataclasses.replace(
-                e.expectation, outputs={n: np.asfortranarray(v) for n, v in e.expectation.outputs.items()}
-            ),
+    """At another time, in another place, under another umask, with arrays and versions in another order."""
+    one = write_bundle(sample.contents, tmp_path / "one")
+
+    def reordered(engine: BundleEngine) -> BundleEngine:
+        outputs = {name: np.asfortranarray(value) for name, value in engine.expectation.outputs.items()}
+        return dataclasses.replace(
+            engine, expectation=dataclasses.replace(engine.expectation, outputs=outputs)
         )
-        for e in contents.engines
+
+    again = dataclasses.replace(
+        sample.contents,
+        engines=tuple(map(reordered, sample.contents.engines)),
+        versions=dict(reversed(sample.contents.versions.items())),
     )
-    versions = dict(reversed(contents.versions.items()))
-    again = dataclasses.replace(contents, engines=engines, versions=versions)
     monkeypatch.setattr(time, "time", lambda: 2e9)
     monkeypatch.setenv("TZ", "Asia/Tokyo")
     monkeypatch.setenv("SOURCE_DATE_EPOCH", "1000000000")

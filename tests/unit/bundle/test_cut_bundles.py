@@ -1,20 +1,19 @@
 """Bundles of a model that was cut at its embeddings."""
 
-import dataclasses
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from altered import edit
+from altered import edit, put
 from cut_models import LOOKED_UP, TABLE, cut_contents, request
 from sample_run import SampleRun
 
 from loka_onnx.bundle.format.files import read_sample, verify_bundle
 from loka_onnx.bundle.writer import write_bundle
 from loka_onnx.core.artifact import TensorSpec
-from loka_onnx.core.digests import digest_bytes
 from loka_onnx.core.manifest import SparseCut
 from loka_onnx.core.rewrite import Part
 from loka_onnx.errors import BundleError, BundleInvalid
@@ -70,11 +69,8 @@ def test_a_cut_that_contradicts_itself_is_refused(bundle, change, message):
 
 
 def test_a_lookup_model_that_is_no_model_is_refused(bundle):
-    content = b"\xff\xff\xff\xff"
-    file = {"path": "lookup/text.onnx", "bytes": len(content), "sha256": digest_bytes(content)}
-    (bundle / "lookup/text.onnx").write_bytes(content)
-    edit(bundle, lambda m: (m["files"].append(file), m["cut"].update(lookup="lookup/text.onnx")))
-    with pytest.raises(BundleInvalid, match=r"the lookup model: 'lookup/text.onnx' is not an ONNX model"):
+    put(bundle, "lookup/lookup.onnx", b"\xff\xff\xff\xff")
+    with pytest.raises(BundleInvalid, match=r"the lookup model: 'lookup/lookup.onnx' is not an ONNX model"):
         verify_bundle(bundle)
 
 
@@ -99,12 +95,12 @@ def test_tables_are_in_a_bundle_once_and_listed(sample, tmp_path, monkeypatch):
 def test_contents_that_contradict_themselves_are_refused(sample, tmp_path):
     contents = cut_contents(sample, tmp_path / "run")
     assert contents.lookup is not None
-    few = dataclasses.replace(contents.lookup, looked_up={LOOKED_UP: TABLE[:3]})
-    wrong = dataclasses.replace(contents.lookup, looked_up={LOOKED_UP: TABLE[request(8)["item"]][:, 0]})
+    few = replace(contents.lookup, looked_up={LOOKED_UP: TABLE[:3]})
+    wrong = replace(contents.lookup, looked_up={LOOKED_UP: TABLE[request(8)["item"]][:, 0]})
     for lookup, message in (
         (None, r"an engine takes looked-up rows, and there is no lookup model to ship"),
         (few, r"the sample is not one batch that the engines accept\n  evidence: \[3, 8\] rows"),
         (wrong, r"array 'embeddings.item' of the looked-up rows of the sample does not fit the model"),
     ):
         with pytest.raises(BundleError, match=message):
-            write_bundle(dataclasses.replace(contents, lookup=lookup), tmp_path / "bundle")
+            write_bundle(replace(contents, lookup=lookup), tmp_path / "bundle")

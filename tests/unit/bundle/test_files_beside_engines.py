@@ -1,13 +1,12 @@
 """Files beside an engine are shipped and vouched for; weights in files of the host are refused."""
 
-import json
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import onnx
 import pytest
-from altered import engine_of, put
+from altered import edit, engine_of, put
 from cut_models import cut_contents
 from onnx import TensorProto, helper
 from sample_run import make_run
@@ -18,7 +17,6 @@ from loka_onnx.bundle.format.archive import unpack, verify_path, write_archive
 from loka_onnx.bundle.format.files import verify_bundle
 from loka_onnx.bundle.writer import BundleContents, write_bundle
 from loka_onnx.core import serde
-from loka_onnx.core.digests import seal
 from loka_onnx.engines.migraphx.session import MigraphxEngine, ProgramFile, ProgramInput, ProgramOutput
 from loka_onnx.engines.onnxruntime.io_binding_settings import PROGRAMS, SETTINGS_FILE, IoBindingSettings
 from loka_onnx.errors import BundleError, BundleInvalid
@@ -63,10 +61,8 @@ def test_they_are_shipped_and_verified(contents, backend, tmp_path):
     last.write_bytes(last.read_bytes()[::-1])
     with pytest.raises(BundleInvalid, match="was altered"):
         verify_bundle(bundle)
-
-
-def test_one_that_was_altered_since_the_build_is_not_shipped(contents, backend, tmp_path):
-    (contents.root / "engines/e" / BESIDE[backend][1][-1]).write_bytes(b"other")
+    # One that was altered since the build is not shipped.
+    (contents.root / "engines/e" / beside[-1]).write_bytes(b"other")
     with pytest.raises(BundleError, match="altered since it was built"):
         write_bundle(contents, tmp_path / "bundle")
 
@@ -109,19 +105,20 @@ def sparse(values: onnx.TensorProto) -> onnx.SparseTensorProto:
 
 def attacked(model: onnx.ModelProto, place: str, location: str) -> bytes:
     """The model with a tensor in that place whose values are in a file of the host."""
-    tensor = foreign(location)
-    kinds = onnx.AttributeProto
-    attribute = {
-        "attribute": kinds(name="value", type=kinds.TENSOR, t=tensor),
+    tensor, kinds = foreign(location), onnx.AttributeProto
+    function = onnx.FunctionProto(name="F", domain="my", output=["w"])
+    value = kinds(name="value", type=kinds.TENSOR, t=tensor)
+    attributes = {
+        "attribute": value,
         "attributes": kinds(name="values", type=kinds.TENSORS, tensors=[tensor]),
-        "sparse attribute": kinds(
-            name="sparse_value", type=kinds.SPARSE_TENSOR, sparse_tensor=sparse(tensor)
-        ),
+        "sparse attribute": kinds(name="s", type=kinds.SPARSE_TENSOR, sparse_tensor=sparse(tensor)),
         "sparse attributes": kinds(name="all", type=kinds.SPARSE_TENSORS, sparse_tensors=[sparse(tensor)]),
         "subgraph": kinds(name="body", type=kinds.GRAPH, g=onnx.GraphProto(initializer=[tensor])),
-    }.get(place)
-    if attribute is not None:
-        model.graph.node.append(onnx.NodeProto(op_type="Constant", output=["w"], attribute=[attribute]))
+        "function body": value,
+    }
+    if place in attributes:
+        nodes = function.node if place == "function body" else model.graph.node
+        nodes.append(onnx.NodeProto(op_type="Constant", output=["w"], attribute=[attributes[place]]))
     elif place == "initializer":
         model.graph.initializer.append(tensor)
     elif place == "sparse initializer":
@@ -129,12 +126,8 @@ def attacked(model: onnx.ModelProto, place: str, location: str) -> bytes:
     elif place == "training":
         model.training_info.append(onnx.TrainingInfoProto(algorithm=onnx.GraphProto(initializer=[tensor])))
     else:
-        value = kinds(name="value", type=kinds.TENSOR, t=tensor)
-        function = onnx.FunctionProto(name="F", domain="my", output=["w"])
-        if place == "function default":
-            function.attribute_proto.append(value)
-        else:
-            function.node.append(onnx.NodeProto(op_type="Constant", output=["w"], attribute=[value]))
+        function.attribute_proto.append(value)
+    if place.startswith("function"):
         model.functions.append(function)
     return model.SerializeToString()
 
@@ -176,18 +169,13 @@ def test_onnx_runtime_is_given_files_of_one_suffix_only(bundle, name, monkeypatc
 
 def test_the_lookup_model_too(sample, tmp_path, monkeypatch):
     bundle = write_bundle(cut_contents(sample, tmp_path / "run"), tmp_path / "bundle")
-    data = (bundle / "lookup/lookup.onnx").read_bytes()
-    put(bundle, "lookup/lookup.onnx", data, "lookup/lookup.bin")
+    put(bundle, "lookup/lookup.onnx", (bundle / "lookup/lookup.onnx").read_bytes(), "lookup/lookup.bin")
     refuses(bundle, r"the lookup model is not a file '\*\.onnx'", monkeypatch)
 
 
 @pytest.mark.parametrize("backend", ["onnxruntime", "onnxruntime_tensorrt", "onnxruntime_of_tomorrow"])
 def test_every_backend_of_onnx_runtime(bundle, backend, monkeypatch):
-    manifest = json.loads((bundle / "manifest.json").read_text())["value"]
-    entry = next(e for e in manifest["engines"] if e["path"].endswith(".onnx"))
-    document = (bundle / "manifest.json").read_text()
-    (bundle / "manifest.json").write_text(
-        seal(document.replace('"backend": "onnxruntime"', f'"backend": "{backend}"'))
-    )
-    put(bundle, entry["path"], (bundle / entry["path"]).read_bytes(), f"{entry['path']}.bin")
-    refuses(bundle, rf"engine '{entry['id']}' is not a file '\*\.onnx'", monkeypatch)
+    entry = next(e for e in verify_bundle(bundle).engines if e.path.endswith(".onnx"))
+    edit(bundle, lambda v: [e.update(backend=backend) for e in v["engines"] if e["backend"] == "onnxruntime"])
+    put(bundle, entry.path, (bundle / entry.path).read_bytes(), f"{entry.path}.bin")
+    refuses(bundle, rf"engine '{entry.id}' is not a file '\*\.onnx'", monkeypatch)

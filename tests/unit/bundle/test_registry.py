@@ -1,6 +1,6 @@
-import hashlib
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import fsspec
@@ -63,10 +63,21 @@ def parts(bundle: Path) -> int:
     return sum(-(-size // PART) for size in sizes.values())
 
 
+def flip(file: Path, place: int) -> None:
+    data = bytearray(file.read_bytes())
+    data[place] ^= 1
+    file.write_bytes(data)
+
+
 def test_what_is_pulled_is_what_was_pushed(one, url, tmp_path):
     pushed = push_bundle(one, f"{url}#prod", FAST)
-    assert pushed.digest == hashlib.sha256((one / "manifest.json").read_bytes()).hexdigest()
+    assert pushed.digest == digest_file(one / "manifest.json")
     assert (pushed.sent_parts, pushed.kept_parts) == (parts(one), 0)
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "thesis.txt").write_text("years of work")
+    with pytest.raises(OutputError, match="it exists and is not a bundle, so it is not replaced"):
+        pull_bundle(f"{url}#prod", tmp_path / "home", FAST)
+    assert [p.name for p in (tmp_path / "home").iterdir()] == ["thesis.txt"]
     pulled = pull_bundle(f"{url}#prod", tmp_path / "deploy" / "bundle", FAST)
     assert tree(pulled.directory) == tree(one)
     assert (pulled.digest, pulled.is_unchanged, pulled.kept_bytes) == (pushed.digest, False, 0)
@@ -78,17 +89,22 @@ def test_what_is_pulled_is_what_was_pushed(one, url, tmp_path):
 
 
 def test_the_parts_are_where_the_layout_says(one, tmp_path):
-    url = tmp_path / "registry"
-    push_bundle(one, f"{url}#prod", FAST)
+    registry = tmp_path / "registry"
+    push_bundle(one, f"{registry}#prod", FAST)
     large = read(one).file("report/extra-0.bin")
-    data = (one / large.path).read_bytes()
-    stored = [(url / "blobs" / "sha256" / f"{large.sha256}.{n}").read_bytes() for n in range(10)]
-    assert [len(part) for part in stored] == [PART] * 9 + [5000]
-    assert b"".join(stored) == data
-    digest = hashlib.sha256((one / "manifest.json").read_bytes()).hexdigest()
-    assert (url / "bundles" / digest / "manifest.json").read_bytes() == (one / "manifest.json").read_bytes()
-    assert digest in (url / "names" / "prod.json").read_text()
-    assert list((url / "uploads").iterdir()) == []
+    parts = [registry / "blobs" / "sha256" / f"{large.sha256}.{n}" for n in range(10)]
+    assert [part.stat().st_size for part in parts] == [PART] * 9 + [5000]
+    assert b"".join(part.read_bytes() for part in parts) == (one / large.path).read_bytes()
+    digest = digest_file(one / "manifest.json")
+    manifest = registry / "bundles" / digest / "manifest.json"
+    assert manifest.read_bytes() == (one / "manifest.json").read_bytes()
+    assert digest in (registry / "names" / "prod.json").read_text()
+    assert list((registry / "uploads").iterdir()) == []
+    # A part of another size is sent again.
+    whole = parts[3].read_bytes()
+    parts[3].write_bytes(whole[:-1])
+    assert push_bundle(one, str(registry), FAST).sent_parts == 1
+    assert parts[3].read_bytes() == whole
 
 
 def test_a_second_push_sends_only_what_is_new(one, two, url):
@@ -121,16 +137,6 @@ def test_a_push_that_lost_the_line_goes_on(one, url, monkeypatch):
     assert (done.kept_parts, done.sent_parts) == (7, parts(one) - 7)
 
 
-def test_a_part_of_another_size_is_sent_again(one, tmp_path):
-    url = tmp_path / "registry"
-    push_bundle(one, str(url), FAST)
-    part = sorted((url / "blobs" / "sha256").iterdir())[3]
-    whole = part.read_bytes()
-    part.write_bytes(whole[:-1])
-    assert push_bundle(one, str(url), FAST).sent_parts == 1
-    assert part.read_bytes() == whole
-
-
 def test_a_pull_reads_only_what_the_old_bundle_lacks(one, two, url, tmp_path):
     push_bundle(one, f"{url}#prod", FAST)
     place = tmp_path / "bundle"
@@ -156,9 +162,7 @@ def test_a_damaged_old_bundle_is_mended(one, url, tmp_path, damage):
         file.rename(tmp_path / "aside")
         file.symlink_to(tmp_path / "aside")
     else:
-        data = bytearray(file.read_bytes())
-        data[7] ^= 1
-        file.write_bytes(data)
+        flip(file, 7)
     assert pull_bundle(f"{url}#prod", place, FAST).read_bytes == 10_000
     assert not file.is_symlink() and tree(place) == tree(one)
 
@@ -208,49 +212,16 @@ def test_names_are_listed_resolved_and_promoted(one, two, url):
         list_names(f"{url}#prod", FAST)
 
 
-def test_signatures_travel_and_are_checked_when_asked_for(one, url, tmp_path):
-    pairs = {name: write_key_pair(tmp_path / "keys", name) for name in ("ours", "theirs")}
-    keys = {name: pair.public for name, pair in pairs.items()}
-    unsigned = push_bundle(one, f"{url}#prod", FAST)
-    with pytest.raises(BundleInvalid, match="the bundle is not signed") as caught:
-        pull_bundle(f"{url}#prod", tmp_path / "x", FAST, keys=[keys["ours"]])
-    assert "prod" in str(caught.value)
-    sign_bundle(one, pairs["ours"].private)
-    signed = push_bundle(one, f"{url}#prod", FAST)
-    assert (signed.digest, signed.sent_parts) == (unsigned.digest, 0)
-    with pytest.raises(BundleInvalid, match="signed with another key"):
-        pull_bundle(f"{url}#prod", tmp_path / "x", FAST, keys=[keys["theirs"]])
-    assert not (tmp_path / "x").exists()
-    pulled = pull_bundle(f"{url}#prod", tmp_path / "x", FAST, keys=[keys["theirs"], keys["ours"]])
-    assert pulled.is_signed
-    assert pulled.key is not None
-    assert tree(tmp_path / "x") == tree(one)
-    assert pull_bundle(f"{url}#prod", tmp_path / "x", FAST).key is None
-
-
-def test_a_bundle_in_its_single_file_form_can_be_pushed(one, url, tmp_path):
-    write_archive(one, tmp_path / "one.zip")
-    assert push_bundle(tmp_path / "one.zip", f"{url}#prod", FAST).sent_parts == parts(one)
-    pull_bundle(f"{url}#prod", tmp_path / "x", FAST)
-    assert tree(tmp_path / "x") == tree(one)
-
-
 def test_pushes_at_the_same_time_leave_one_whole_bundle(one, two, url, tmp_path):
+    """Of directories, and of one in its single-file form."""
+    write_archive(two, tmp_path / "two.loka")
     with ThreadPoolExecutor(6) as pool:
-        list(pool.map(lambda bundle: push_bundle(bundle, f"{url}#prod", FAST), (one, two) * 3))
+        pushed = (one, tmp_path / "two.loka") * 3
+        list(pool.map(lambda bundle: push_bundle(bundle, f"{url}#prod", FAST), pushed))
     pull_bundle(f"{url}#prod", tmp_path / "x", FAST)
     assert tree(tmp_path / "x") in (tree(one), tree(two))
-
-
-def test_a_bundle_that_does_not_verify_is_not_pushed(one, url):
-    with (one / "report/extra-0.bin").open("r+b") as stream:
-        stream.write(b"\0\0\0\0")
-    with pytest.raises(BundleInvalid, match=r"'report/extra-0\.bin' was altered"):
-        push_bundle(one, f"{url}#prod", FAST)
-    with pytest.raises(UserError, match="there is no registry here"):
-        list_names(url, FAST)
-    fs, root = fsspec.core.url_to_fs(url)
-    assert not fs.exists(f"{root}/blobs")
+    pull_bundle(f"{url}#sha256:{digest_file(two / 'manifest.json')}", tmp_path / "y", FAST)
+    assert tree(tmp_path / "y") == tree(two)
 
 
 def test_a_file_that_changes_during_the_push_is_noticed(one, url, monkeypatch):
@@ -258,9 +229,7 @@ def test_a_file_that_changes_during_the_push_is_noticed(one, url, monkeypatch):
 
     def then_change(directory):
         verified = verify(directory)
-        with (directory / "report/extra-0.bin").open("r+b") as stream:
-            stream.seek(40_000)
-            stream.write(b"\0\0\0\0")
+        flip(directory / "report/extra-0.bin", 40_000)
         return verified
 
     monkeypatch.setattr(transfer, "verify_directory", then_change)
@@ -269,15 +238,6 @@ def test_a_file_that_changes_during_the_push_is_noticed(one, url, monkeypatch):
     fs, root = fsspec.core.url_to_fs(url)
     large = read(one).file("report/extra-0.bin").sha256
     assert not [name for name in fs.find(root) if large in name]
-
-
-def test_a_place_that_is_no_bundle_is_left_alone(one, url, tmp_path):
-    push_bundle(one, f"{url}#prod", FAST)
-    (tmp_path / "home").mkdir()
-    (tmp_path / "home" / "thesis.txt").write_text("years of work")
-    with pytest.raises(OutputError, match="it exists and is not a bundle, so it is not replaced"):
-        pull_bundle(f"{url}#prod", tmp_path / "home", FAST)
-    assert [p.name for p in (tmp_path / "home").iterdir()] == ["thesis.txt"]
 
 
 @pytest.mark.parametrize(
@@ -295,10 +255,14 @@ def test_a_place_that_is_no_bundle_is_left_alone(one, url, tmp_path):
         ("memory://x", r"'memory://x' does not say which bundle"),
     ],
 )
-def test_references_that_mean_no_bundle(place, message, tmp_path):
+def test_references_that_mean_no_bundle(place, message, tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=message):
         pull_bundle(place, tmp_path / "x", FAST)
     assert list(tmp_path.iterdir()) == []
+    for module in ("fsspec", "fsspec.core"):
+        monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(MissingPackage, match=r"pip install 'loka-onnx\[registry\]'"):
+        resolve(f"{tmp_path}#prod")
 
 
 @pytest.mark.parametrize(
@@ -321,13 +285,6 @@ def test_a_url_with_a_secret_is_refused_and_not_shown(url, tmp_path):
         assert not any(secret in str(caught.value) for secret in ("user", "SEC", "RET", "me:"))
 
 
-def test_without_fsspec_it_says_what_to_install(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "fsspec", None)
-    monkeypatch.setitem(sys.modules, "fsspec.core", None)
-    with pytest.raises(MissingPackage, match=r"pip install 'loka-onnx\[registry\]'"):
-        resolve(f"{tmp_path}#prod")
-
-
 def run(*arguments: object) -> str:
     done = CliRunner().invoke(app, [str(a) for a in arguments])
     if done.exception is not None:
@@ -337,51 +294,50 @@ def run(*arguments: object) -> str:
 
 def test_the_verbs(one, tmp_path):
     registry, digest = tmp_path / "registry", digest_file(one / "manifest.json")
+    with pytest.raises(UserError, match="there is no registry here"):
+        run("list", registry)
+    run("push", one, registry)
+    done = CliRunner().invoke(app, ["list", str(registry)])
+    assert (done.exit_code, done.stdout, done.stderr) == (0, "", "no bundle has a name here\n")
     out = run("push", one, f"{registry}#prod")
-    assert f"pushed to {registry}#prod as sha256:{digest}\nsent " in out
-    assert "sent 0 parts, 0 bytes" in run("push", one, f"{registry}#staging")
-    assert "0 parts, 0 bytes were there" in run("push", one, f"{registry}#prod", "--again")
+    assert f"pushed to {registry}#prod as sha256:{digest}\nsent 0 parts, 0 bytes" in out
+    assert "0 parts, 0 bytes were there" in run("push", one, f"{registry}#staging", "--again")
     assert run("resolve", f"{registry}#prod") == f"sha256:{digest}\n"
     assert run("list", registry).split() == ["prod", f"sha256:{digest}", "staging", f"sha256:{digest}"]
     assert run("promote", f"{registry}#prod", "canary") == f"canary is now sha256:{digest}\n"
-    out = run("pull", f"{registry}#canary", tmp_path / "x")
-    assert f"sha256:{digest} pulled and verified; not signed\nread " in out
-    assert tree(tmp_path / "x") == tree(one)
-    assert "is there already, whole" in run("pull", f"{registry}#canary", tmp_path / "x")
-    pair = write_key_pair(tmp_path / "keys")
-    with pytest.raises(BundleInvalid, match="the bundle is not signed"):
-        run("pull", f"{registry}#prod", tmp_path / "y", "--key", pair.public)
-    sign_bundle(one, pair.private)
-    run("push", one, f"{registry}#prod")
-    out = run("pull", f"{registry}#prod", tmp_path / "y", "--key", pair.public)
-    assert f"signed with key {pair.fingerprint}" in out
-    assert "by whom was not checked (--key)" in run("pull", f"{registry}#prod", tmp_path / "y")
+    pull = partial(run, "pull", f"{registry}#canary")
+    assert f"sha256:{digest} pulled and verified; not signed\nread " in pull(tmp_path / "x")
+    assert "is there already, whole" in pull(tmp_path / "x")
 
 
-def test_damaged_names_end_with_3(one, tmp_path):
+def test_signatures_travel_and_are_checked_when_asked_for(one, tmp_path):
+    place, registry = tmp_path / "x", f"{tmp_path}/registry#prod"
+    ours, theirs = (write_key_pair(tmp_path / "keys", name) for name in ("ours", "theirs"))
+    pull = partial(run, "pull", registry, place)
+    unsigned = push_bundle(one, registry, FAST)
+    with pytest.raises(BundleInvalid, match="the bundle is not signed") as caught:
+        pull("--key", ours.public)
+    assert "prod" in str(caught.value)
+    sign_bundle(one, ours.private)
+    signed = push_bundle(one, registry, FAST)
+    assert (signed.digest, signed.sent_parts) == (unsigned.digest, 0)
+    with pytest.raises(BundleInvalid, match="signed with another key"):
+        pull("--key", theirs.public)
+    assert not place.exists()
+    assert f"signed with key {ours.fingerprint}" in pull("--key", theirs.public, "--key", ours.public)
+    assert tree(place) == tree(one)
+    assert "by whom was not checked (--key)" in pull()
+
+
+def test_damaged_names_and_those_that_somebody_laid_there_are_told(one, tmp_path):
     registry = tmp_path / "registry"
     run("push", one, f"{registry}#prod")
-    (registry / "names" / "prod.json").write_text("{}")
-    with pytest.raises(CheckFailed, match="1 of 1 names are damaged"):
-        run("list", registry)
-
-
-def test_names_that_somebody_laid_there_are_quoted(one, tmp_path):
-    registry = tmp_path / "registry"
-    run("push", one, f"{registry}#prod")
+    (registry / "names/prod.json").write_text("{}")
     forged = f"prod  sha256:{'0' * 64} \x1b[2K\x1b]0;owned\x07"
     (registry / "names" / f"{forged}.json").write_text("{}")
     done = CliRunner().invoke(app, ["list", str(registry)])
     assert isinstance(done.exception, CheckFailed)
+    assert "2 of 2 names are damaged" in str(done.exception)
     assert "\x1b" not in done.stdout + str(done.exception)
-    assert f"'prod  sha256:{'0' * 64} \\x1b[2K\\x1b]0;owned\\x07' ✗ the name has" in done.stdout.replace(
-        "\n", ""
-    )
-
-
-def test_a_registry_that_is_none_is_not_an_empty_one(one, tmp_path):
-    with pytest.raises(UserError, match="there is no registry here"):
-        run("list", tmp_path / "mistyped")
-    run("push", one, tmp_path / "registry")
-    done = CliRunner().invoke(app, ["list", str(tmp_path / "registry")])
-    assert (done.exit_code, done.stdout, done.stderr) == (0, "", "no bundle has a name here\n")
+    quoted = f"'prod  sha256:{'0' * 64} \\x1b[2K\\x1b]0;owned\\x07' ✗ the name has"
+    assert quoted in done.stdout.replace("\n", "")

@@ -1,12 +1,12 @@
 """A registry that others can write to: every lie has its own message, and nothing is written outside."""
 
-import dataclasses
 import errno
-import hashlib
+import io
 import json
 import os
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -19,6 +19,7 @@ from loka_onnx.bundle.registry import TransferOptions, list_names, pull_bundle, 
 from loka_onnx.bundle.registry.names import write_pointer
 from loka_onnx.bundle.registry.store import Store
 from loka_onnx.bundle.signing import sign_bundle, write_key_pair
+from loka_onnx.core.digests import digest_file
 from loka_onnx.core.manifest import MAX_MANIFEST_BYTES, BundleFile
 from loka_onnx.errors import BundleError, BundleInvalid, LokaError, OutputError, UserError
 
@@ -48,10 +49,10 @@ class Scene:
     def part(self, number: int, path: str = LARGE) -> Path:
         return self.registry / "blobs" / "sha256" / f"{read(self.new).file(path).sha256}.{number}"
 
-    def point_at(self, digest: str) -> None:
+    def point_at(self, digest: str, name: str = "prod") -> None:
         pointer = self.registry / "names" / "prod.json"
         document = json.loads(pointer.read_text())
-        document["value"]["manifest"] = digest
+        document["value"] |= {"manifest": digest, "name": name}
         pointer.write_text(json.dumps(document))
 
     def publish(self, manifest) -> None:
@@ -89,47 +90,59 @@ def flipped(data: bytes) -> bytes:
     return data[:place] + bytes([data[place] ^ 4]) + data[place + 1 :]
 
 
-def swap_blobs(scene: Scene) -> None:
-    one, two = scene.part(0).read_bytes(), scene.part(1).read_bytes()
-    scene.part(0).write_bytes(two)
-    scene.part(1).write_bytes(one)
-
-
 def grow(path: Path, size: int = 1 << 42) -> None:
     """Sparse, and far larger than the memory that may be used."""
     path.touch()
     os.truncate(path, size)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        *(
-            (lambda s, n=n: alter(s.part(n), flipped), f"file '{LARGE}' was altered\n.*sha256 ")
-            for n in (0, 1, 3)
-        ),
-        (swap_blobs, f"file '{LARGE}' was altered"),
-        (lambda s: s.part(2).unlink(), r"'blobs/sha256/\w+\.2' is missing in the registry"),
-        (lambda s: os.truncate(s.part(2), 9_999), r"'blobs/sha256/\w+\.2' has 9999 bytes of 10000"),
-        (lambda s: grow(s.part(3)), r"'blobs/sha256/\w+\.3' in the registry is too large\n.*5,000 bytes"),
-        (lambda s: alter(s.manifest, flipped), "the registry was altered\n.*sha256 .*, asked for "),
-        (lambda s: s.manifest.unlink(), r"manifest\.json' is missing in the registry"),
-        (lambda s: grow(s.manifest, MAX_MANIFEST_BYTES + 1), "too large\n.*the limit is 16,777,216"),
-        (lambda s: grow(s.manifest.parent / "signature.json"), r"signature\.json' in the registry is too la"),
-        (lambda s: grow(s.registry / "names/prod.json"), r"'names/prod\.json' in the registry is too large"),
-    ],
-)
-def test_what_is_altered_missing_or_too_large(scene, change, message):
+def swap_blobs(scene: Scene) -> None:
+    one, two = (scene.part(number).read_bytes() for number in (0, 1))
+    scene.part(0).write_bytes(two)
+    scene.part(1).write_bytes(one)
+
+
+def other_name(scene: Scene) -> None:
+    push_bundle(scene.new, f"{scene.registry}#staging", FAST)
+    (scene.registry / "names/staging.json").replace(scene.registry / "names/prod.json")
+
+
+def other_bundle(scene: Scene) -> None:
+    """It does not pass for the digest asked for."""
+    known = digest_file(scene.old / "manifest.json")
+    scene.manifest.write_bytes((scene.registry / "bundles" / known / "manifest.json").read_bytes())
+
+
+LIES: dict[str, tuple[Callable[[Scene], object], str]] = {
+    **{
+        f"part {n}": (lambda s, n=n: alter(s.part(n), flipped), f"file '{LARGE}' was altered\n.*sha256 ")
+        for n in (0, 1, 3)
+    },
+    "swapped": (swap_blobs, f"file '{LARGE}' was altered"),
+    "no part": (lambda s: s.part(2).unlink(), r"'blobs/sha256/\w+\.2' is missing in the registry"),
+    "short": (lambda s: os.truncate(s.part(2), 9_999), r"'blobs/sha256/\w+\.2' has 9999 bytes of 10000"),
+    "long": (lambda s: grow(s.part(3)), r"'blobs/sha256/\w+\.3' in the registry is too large\n.*5,000 bytes"),
+    "manifest": (lambda s: alter(s.manifest, flipped), "the registry was altered\n.*sha256 .*, asked for "),
+    "no manifest": (lambda s: s.manifest.unlink(), r"manifest\.json' is missing in the registry"),
+    "huge manifest": (lambda s: grow(s.manifest, MAX_MANIFEST_BYTES + 1), "too large\n.*is 16,777,216"),
+    "huge signature": (
+        lambda s: grow(s.manifest.parent / "signature.json"),
+        r"signature\.json' in the registry is too la",
+    ),
+    "huge name": (
+        lambda s: grow(s.registry / "names/prod.json"),
+        r"'names/prod\.json' in the registry is too large",
+    ),
+    "other name": (other_name, "name 'prod' is of another name, .*\n  evidence: it says 'staging' and"),
+    "other bundle": (other_bundle, "the manifest in the registry was altered"),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_what_is_altered_missing_or_too_large(scene, lie):
+    change, message = LIES[lie]
     change(scene)
     scene.refuses(message)
-
-
-def test_a_blob_that_is_a_directory(scene):
-    scene.part(1).unlink()
-    scene.part(1).mkdir()
-    with pytest.raises(LokaError, match="cannot read 'blobs/sha256/"):
-        pull_bundle(f"{scene.registry}#prod", scene.place, FAST)
-    assert tree(scene.place) == tree(scene.old)
 
 
 @pytest.mark.parametrize(
@@ -145,29 +158,22 @@ def test_a_blob_that_is_a_directory(scene):
 def test_a_manifest_with_a_path_that_leaves_the_bundle(scene, path, message):
     manifest = read(scene.new)
     file = BundleFile(path, 100, manifest.file("report/extra-1.bin").sha256)
-    scene.publish(dataclasses.replace(manifest, files=(*manifest.files, file)))
+    scene.publish(replace(manifest, files=(*manifest.files, file)))
     scene.refuses(f"the manifest lists a forbidden path: .*{message}")
 
 
-def test_a_manifest_that_promises_more_than_the_disk_holds(scene):
+def test_what_is_no_lie_about_the_bundle_but_ends_the_pull(scene):
+    """A manifest that promises more than the disk holds, and a directory in the place of a part."""
     manifest = read(scene.new)
-    files = [dataclasses.replace(f, bytes=1 << 50) if f.path == LARGE else f for f in manifest.files]
-    scene.publish(dataclasses.replace(manifest, files=tuple(files)))
+    scene.part(1).unlink()
+    scene.part(1).mkdir()
+    with pytest.raises(LokaError, match="cannot read 'blobs/sha256/"):
+        pull_bundle(f"{scene.registry}#prod", scene.place, FAST)
+    files = [replace(f, bytes=1 << 50) if f.path == LARGE else f for f in manifest.files]
+    scene.publish(replace(manifest, files=tuple(files)))
     with pytest.raises(OutputError, match=r"there is no room for .*\n  evidence: 1,125,899,9"):
         pull_bundle(f"{scene.registry}#prod", scene.place, FAST)
     assert tree(scene.place) == tree(scene.old)
-
-
-def test_a_pointer_of_another_name(scene):
-    push_bundle(scene.new, f"{scene.registry}#staging", FAST)
-    (scene.registry / "names/staging.json").replace(scene.registry / "names/prod.json")
-    scene.refuses("the pointer of name 'prod' is of another name, .*\n  evidence: it says 'staging' and")
-
-
-def test_a_pointer_to_another_bundle_does_not_pass_for_the_digest_asked_for(scene):
-    other = hashlib.sha256((scene.old / "manifest.json").read_bytes()).hexdigest()
-    scene.manifest.write_bytes((scene.registry / "bundles" / other / "manifest.json").read_bytes())
-    scene.refuses("the manifest in the registry was altered")
 
 
 @pytest.mark.parametrize("digest", ["../../names/prod", "0" * 63, "A" * 64])
@@ -178,26 +184,22 @@ def test_a_pointer_that_leaves_the_registry(scene, digest):
     )
 
 
-@pytest.mark.parametrize(
-    "text", [b"", b"{", b"\xff", b"[" * 60_000, b'{"schema": "loka-onnx/registry-name/2", "value": {}}']
-)
+TEXTS = (b"", b"{", b"\xff", b"[" * 60_000, b'{"schema": "loka-onnx/registry-name/2", "value": {}}')
+
+
+@pytest.mark.parametrize("text", TEXTS)
 def test_a_pointer_that_is_none(scene, text):
     (scene.registry / "names/prod.json").write_bytes(text)
     scene.refuses("the pointer of name 'prod' is not a loka-onnx/registry-name/1 document")
-    assert [n.problem[:29] for n in list_names(str(scene.registry), FAST)] == [
-        "the pointer of name 'prod' is"
-    ]
+    (name,) = list_names(str(scene.registry), FAST)
+    assert name.problem.startswith("the pointer of name 'prod' is")
 
 
 def test_nothing_of_a_pointer_reaches_a_terminal_as_it_is(scene):
-    pointer = scene.registry / "names/prod.json"
-    document = json.loads(pointer.read_text())
-    document["value"]["name"] = "\x1b]0;owned\x07\n  remedy: run this"
-    pointer.write_text(json.dumps(document))
-    scene.refuses(r"it says '\\x1b\]0;owned\\x07\\n  remedy: run this'")
-    document["value"] |= {"name": "prod", "manifest": "\x1b[2J"}
-    pointer.write_text(json.dumps(document))
+    scene.point_at("\x1b[2J")
     scene.refuses(r"it says 'prod' and '\\x1b\[2J'")
+    scene.point_at("0" * 64, name="\x1b]0;owned\x07\n  remedy: run this")
+    scene.refuses(r"it says '\\x1b\]0;owned\\x07\\n  remedy: run this'")
 
 
 def test_a_pipe_in_the_place_of_a_pointer_does_not_hold_a_pull_up(scene):
@@ -240,21 +242,15 @@ def test_a_signed_bundle_swapped_for_an_unsigned_one_is_read_no_further(scene, t
     assert [key.partition("/")[0] for key in read_keys] == ["names", "bundles", "bundles"]
 
 
-class Endless:
+class Endless(io.RawIOBase):
     """Goes on for ever, and gives more than it is asked for."""
 
     given = 0
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        return None
-
-    def seek(self, position):
+    def seek(self, position, whence=0):
         return position
 
-    def read(self, size):
+    def read(self, size=-1):
         Endless.given += size + 5
         return b"x" * (size + 5)
 
@@ -287,9 +283,6 @@ def test_failures_of_a_remote_are_named(monkeypatch, error, kind, message):
     with pytest.raises(kind, match=message) as caught:
         resolve("memory://here#prod", FAST)
     assert "cannot read 'names/prod.json' from the registry" in str(caught.value)
-
-
-def test_a_remote_that_may_not_be_written_is_named(scene, monkeypatch):
     monkeypatch.setattr(MemoryFileSystem, "pipe_file", Mock(side_effect=OSError(errno.EACCES, "read-only")))
     with pytest.raises(OutputError, match=r"cannot write 'names/prod\.json' to the registry"):
-        write_pointer(Store("memory://here", FAST), "prod", scene.digest)
+        write_pointer(Store("memory://here", FAST), "prod", "0" * 64)

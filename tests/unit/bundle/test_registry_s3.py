@@ -67,16 +67,15 @@ class _Handler(BaseHTTPRequestHandler):
 def s3_server() -> Iterator[tuple[str, type[_Handler]]]:
     """Its address, and its handler, which counts and breaks requests."""
     _Handler.requests, _Handler.broken = [], []
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
-    server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}", _Handler
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Handler) as server:
+        server.daemon_threads = True
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}", _Handler
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 @pytest.fixture

@@ -99,25 +99,20 @@ def test_the_cuda_provider_keeps_fp32_and_no_graphs(sample, with_engine, tmp_pat
     assert not (tmp_path / "repository" / config.name / "1" / SETTINGS_FILE).exists()
 
 
-def test_the_tensorrt_provider_gets_its_profile(sample, with_engine, tmp_path):
+def test_the_tensorrt_provider_gets_its_profile(sample, with_engine):
     told = {
-        "trt_cuda_graph_enable": "1",
         "trt_builder_optimization_level": "3",
-        "trt_profile_min_shapes": "dense:1x16",
-        "trt_profile_opt_shapes": "dense:64x16",
-        "trt_profile_max_shapes": "dense:4096x16",
+        **{
+            f"trt_profile_{end}_shapes": f"dense:{rows}x16"
+            for end, rows in (("min", 1), ("opt", 64), ("max", 4096))
+        },
     }
-    files = {
-        "engine.onnx": graph(sample),
-        SETTINGS_FILE: settings("tensorrt", told, (64,), programs=True),
-        f"{PROGRAMS}/a.engine": b"compiled",
-    }
+    given = settings("tensorrt", {"trt_cuda_graph_enable": "1", **told}, (64,), programs=True)
+    files = {"engine.onnx": graph(sample), SETTINGS_FILE: given, f"{PROGRAMS}/a.engine": b"compiled"}
     record, configs = with_engine("onnxruntime_tensorrt", "sm90", files)
     config = configs["ranker-gpu-onnxruntime_tensorrt-sm90-fp8-safe"]
-    del told["trt_cuda_graph_enable"]
-    assert accelerators(config) == {"tensorrt": told, "cuda": {"use_tf32": "0"}}
-    names = [each.name for each in config.optimization.execution_accelerators.gpu_execution_accelerator]
-    assert names == ["tensorrt", "cuda"], "the first has the highest priority"
+    # The first has the highest priority.
+    assert [*accelerators(config).items()] == [("tensorrt", told), ("cuda", {"use_tf32": "0"})]
     assert config.optimization.graph.level == 2
     assert any("TensorRT compiles as the server loads" in remark for remark in record.models[0].remarks)
 
@@ -135,27 +130,19 @@ def test_an_engine_of_tensorrt_is_a_plan_with_cuda_graphs(with_engine, tmp_path)
     assert "needs TensorRT 10.16.1 and a GPU of sm90" in record.models[0].remarks[0]
 
 
-PROGRAM = {
-    "engine.json": serde.dumps(
-        MigraphxEngine(
-            "gfx942",
-            "2.15.0",
-            (ProgramFile(8, "rows-8.mxr"),),
-            (ProgramInput("dense", "float32", (16,)),),
-            (ProgramOutput("ctr", True),),
-        )
-    ).encode(),
-    "rows-8.mxr": b"program",
-}
+MIGRAPHX = MigraphxEngine(
+    "gfx942",
+    "2.15.0",
+    (ProgramFile(8, "rows-8.mxr"),),
+    (ProgramInput("dense", "float32", (16,)),),
+    (ProgramOutput("ctr", True),),
+)
+PROGRAM = {"engine.json": serde.dumps(MIGRAPHX).encode(), "rows-8.mxr": b"program"}
 PROVIDER = {"engine.onnx": None, SETTINGS_FILE: settings("migraphx", {}, (8,))}
 FOREIGN = {"engine.pt2": package(replace(DYNAMIC, inputs=(InputPort("other", "float32", (16,)),)))}
+NO_PROVIDER = "has the providers CPU, CUDA, TensorRT and OpenVINO, and not MIGraphX"
 DECLINED: list[tuple[str, str, dict[str, bytes | None], str]] = [
-    (
-        "onnxruntime",
-        "gfx942",
-        PROVIDER,
-        "has the providers CPU, CUDA, TensorRT and OpenVINO, and not MIGraphX",
-    ),
+    ("onnxruntime", "gfx942", PROVIDER, NO_PROVIDER),
     ("tensorrt_rtx", "sm89", {"engine.bin": b"engine"}, "does not load engines of TensorRT for RTX"),
     ("migraphx", "gfx942", PROGRAM, "Triton has no MIGraphX backend"),
     ("inductor", "sm90", FOREIGN, "has other inputs or outputs than the bundle: ['ctr', 'other']"),
@@ -220,16 +207,12 @@ def test_other_packages_are_run_by_the_python_backend(with_engine, tmp_path, eng
 def test_a_dense_engine_by_position_stands_behind_the_lookup(sample, tmp_path):
     contents = cut_contents(sample, tmp_path / "run")
     ports = (InputPort(LOOKED_UP, "float32", (4,)), InputPort("x", "float32", (3,)))
-    path = contents.root / "engines/e/engine.pt2"
-    path.parent.mkdir(parents=True)
+    path = contents.root / "engine.pt2"
     path.write_bytes(package(replace(DYNAMIC, inputs=ports)))
     (engine,) = contents.engines
-    artifact = replace(
-        engine.artifact, backend="inductor", path=Path("engines/e/engine.pt2"), digest=digest_file(path)
-    )
-    bundle = write_bundle(
-        replace(contents, engines=(replace(engine, artifact=artifact),)), tmp_path / "bundle"
-    )
+    file = {"path": Path(path.name), "digest": digest_file(path)}
+    engine = replace(engine, artifact=replace(engine.artifact, backend="inductor", **file))
+    bundle = write_bundle(replace(contents, engines=(engine,)), tmp_path / "bundle")
     export_triton(bundle, tmp_path / "repository", OPTIONS)
     configs = check_repository(tmp_path / "repository")
     name = "ranker-cpu-inductor-cpu-fp32"
@@ -241,32 +224,17 @@ def test_a_dense_engine_by_position_stands_behind_the_lookup(sample, tmp_path):
     assert shapes == [("INPUT__0", [4]), ("INPUT__1", [3])]
 
 
-def tensor_of(name: str, value: np.ndarray) -> Any:
-    return SimpleNamespace(name=name, as_numpy=lambda: value)
-
-
-def server_module() -> Any:
-    """What the server's Python backend offers to models (python_backend, README)."""
-    return SimpleNamespace(
-        Tensor=tensor_of,
-        InferenceResponse=partial(SimpleNamespace, error=None),
-        TritonError=lambda message: SimpleNamespace(message=message),
-        get_input_tensor_by_name=lambda request, name: request[name],
-    )
-
-
-def exported_package(sample: SampleRun, root: Path, *, static: int) -> Path:
-    """A repository with an engine that Inductor built for the CPU, for 1 to 16 rows."""
+def exported(sample: SampleRun, root: Path, *, static: int) -> Path:
+    """A folder with a bundle of an engine that Inductor built for the CPU, for 1 to 16 rows, exported."""
     contents = built_by_inductor(sample, root, (1, 8, 16, (4, 8)), static=static)
     export_triton(write_bundle(contents, root / "bundle"), root / "repository", OPTIONS)
     check_repository(root / "repository")
-    return root / "repository"
+    return root
 
 
 @pytest.fixture(scope="module")
 def served(sample: SampleRun, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a bundle of one package, and its repository."""
-    return exported_package(sample, tmp_path_factory.mktemp("served"), static=0).parent
+    return exported(sample, tmp_path_factory.mktemp("served"), static=0)
 
 
 @pytest.mark.slow
@@ -299,17 +267,28 @@ def test_the_pytorch_backend_can_open_and_run_a_package(sample, served):
         np.testing.assert_allclose(found.numpy(), exact[:count], atol=1e-5)
 
 
+def tensor_of(name: str, value: np.ndarray) -> Any:
+    return SimpleNamespace(name=name, as_numpy=lambda: value)
+
+
+SERVER = SimpleNamespace(
+    Tensor=tensor_of,
+    InferenceResponse=partial(SimpleNamespace, error=None),
+    TritonError=lambda message: SimpleNamespace(message=message),
+    get_input_tensor_by_name=lambda request, name: request[name],
+)
+"""What the server's Python backend offers to models (python_backend, README)."""
+
+
 @pytest.mark.slow
 def test_the_model_of_the_python_backend_answers_batched_requests(sample, tmp_path, monkeypatch):
-    folder = exported_package(sample, tmp_path, static=1) / "ranker-cpu-inductor-cpu-fp32"
-    monkeypatch.setitem(sys.modules, "triton_python_backend_utils", server_module())
+    folder = exported(sample, tmp_path, static=1) / "repository/ranker-cpu-inductor-cpu-fp32"
+    monkeypatch.setitem(sys.modules, "triton_python_backend_utils", SERVER)
     scope: dict[str, Any] = {"__name__": "model"}
     exec(compile((folder / "1/model.py").read_text(), "model.py", "exec"), scope)
     model = scope["TritonPythonModel"]()
-    config = {"parameters": {"loka_onnx.architecture": {"string_value": "cpu"}}}
-    model.initialize(
-        {"model_config": json.dumps(config), "model_repository": str(folder), "model_version": "1"}
-    )
+    config = json.dumps({"parameters": {"loka_onnx.architecture": {"string_value": "cpu"}}})
+    model.initialize({"model_config": config, "model_repository": str(folder), "model_version": "1"})
     rows, exact = sample.contents.sample["dense"], sample.contents.fallback.outputs["ctr"]
     parts = ((0, 1), (1, 4), (4, 8))
     answers = model.execute([{"dense": tensor_of("dense", rows[start:end])} for start, end in parts])
@@ -318,7 +297,6 @@ def test_the_model_of_the_python_backend_answers_batched_requests(sample, tmp_pa
         (tensor,) = response.output_tensors
         assert tensor.name == "ctr"
         np.testing.assert_allclose(tensor.as_numpy(), exact[start:end], atol=1e-5)
-    many = tensor_of("dense", np.zeros((17, 16), np.float32))
-    (refused,) = model.execute([{"dense": many}])
+    (refused,) = model.execute([{"dense": tensor_of("dense", np.zeros((17, 16), np.float32))}])
     assert "17 rows; it takes 1 to 16" in refused.error.message
     model.finalize()

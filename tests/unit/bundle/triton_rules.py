@@ -49,22 +49,13 @@ NUMPY = {
     **{pb.TYPE_INT32: np.int32, pb.TYPE_INT64: np.int64, pb.TYPE_FP16: np.float16},
     **{pb.TYPE_FP32: np.float32, pb.TYPE_FP64: np.float64},
 }
-ORT_TYPES = {np.int64: "tensor(int64)", np.float32: "tensor(float)", np.int32: "tensor(int32)"}
-
-
-def read_repository(repository: Path) -> dict[str, Any]:
-    """`ModelConfig` of every model, by name."""
-    configs = {}
-    for path in sorted(repository.glob("*/config.pbtxt")):
-        configs[path.parent.name] = text_format.Parse(path.read_text(encoding="utf-8"), pb.ModelConfig())
-    assert configs
-    return configs
 
 
 def check_repository(repository: Path) -> dict[str, Any]:
-    """Apply every rule to every model; the configurations."""
-    configs = read_repository(repository)
-    assert {path.name for path in repository.iterdir() if path.is_dir()} == set(configs)
+    """Apply every rule to every model; `ModelConfig` of each by name."""
+    texts = {path.parent.name: path.read_text(encoding="utf-8") for path in repository.glob("*/config.pbtxt")}
+    configs = {name: text_format.Parse(text, pb.ModelConfig()) for name, text in texts.items()}
+    assert {path.name for path in repository.iterdir() if path.is_dir()} == set(configs) != set()
     for name, config in configs.items():
         folder = repository / name
         assert config.name == name
@@ -73,8 +64,8 @@ def check_repository(repository: Path) -> dict[str, Any]:
         assert (folder / "1").is_dir()
         for io in (*config.input, *config.output):
             _check_shape(io)
-        assert len({io.name for io in config.input}) == len(config.input) > 0
-        assert len({io.name for io in config.output}) == len(config.output) > 0
+        for side in (config.input, config.output):
+            assert len({io.name for io in side}) == len(side) > 0
         if config.HasField("ensemble_scheduling"):
             _check_ensemble(config, configs)
         else:
@@ -140,29 +131,25 @@ def _check_warmup(config: Any, warmup: Any, folder: Path) -> None:
 
 def _check_ensemble(config: Any, configs: Mapping[str, Any]) -> None:
     assert config.platform == "ensemble"
-    assert not config.backend
-    assert not config.instance_group
-    assert not config.HasField("optimization")
-    assert not config.model_warmup
-    assert not config.HasField("dynamic_batching")
-    tensors = {io.name: (io.data_type, tuple(io.dims)) for io in config.input}
+    assert not (config.backend or config.instance_group or config.model_warmup)
+    assert not (config.HasField("optimization") or config.HasField("dynamic_batching"))
+
+    def kinds(side: Any) -> dict[str, tuple[Any, ...]]:
+        return {io.name: (io.data_type, tuple(io.dims)) for io in side}
+
+    tensors, declared = kinds(config.input), kinds(config.output)
     written, read = Counter(list(tensors)), Counter[str]()
-    declared = {io.name: (io.data_type, tuple(io.dims)) for io in config.output}
     for step in config.ensemble_scheduling.step:
         model = configs[step.model_name]
         assert step.model_version in {-1, 1}
         assert model.max_batch_size >= config.max_batch_size
-        inputs = {io.name: (io.data_type, tuple(io.dims)) for io in model.input}
-        outputs = {io.name: (io.data_type, tuple(io.dims)) for io in model.output}
+        inputs, outputs = kinds(model.input), kinds(model.output)
         assert set(step.input_map) == set(inputs), "every input is mapped, and nothing else"
-        assert set(step.output_map) <= set(outputs)
-        assert step.output_map
-        for name, tensor in step.input_map.items():
-            assert tensors.setdefault(tensor, inputs[name]) == inputs[name]
-            read[tensor] += 1
-        for name, tensor in step.output_map.items():
-            assert tensors.setdefault(tensor, outputs[name]) == outputs[name]
-            written[tensor] += 1
+        assert set() < set(step.output_map) <= set(outputs)
+        for mapped, known, counter in ((step.input_map, inputs, read), (step.output_map, outputs, written)):
+            for name, tensor in mapped.items():
+                assert tensors.setdefault(tensor, known[name]) == known[name]
+                counter[tensor] += 1
     assert set(written.values()) == {1}, "a tensor is written once"
     assert set(read) <= set(written), "a tensor that is read is written"
     for name, kind in declared.items():
@@ -182,15 +169,15 @@ def open_session(repository: Path, config: Any) -> Any:
 
 def check_session(session: Any, config: Any) -> None:
     """The graph has the inputs and outputs that the configuration declares, and no other."""
+    types = {pb.TYPE_INT64: "tensor(int64)", pb.TYPE_FP32: "tensor(float)"}
     for ours, theirs in ((config.input, session.get_inputs()), (config.output, session.get_outputs())):
         found = {each.name: each for each in theirs}
         assert set(found) == {io.name for io in ours}
         for io in ours:
-            each = found[io.name]
-            assert each.type == ORT_TYPES[NUMPY[io.data_type]]
-            dims = tuple(io.reshape.shape) if io.HasField("reshape") else tuple(io.dims)
-            assert isinstance(each.shape[0], str), "the batch is open"
-            assert tuple(each.shape[1:]) == dims
+            batch, *dims = found[io.name].shape
+            assert isinstance(batch, str), "the batch is open"
+            assert found[io.name].type == types[io.data_type]
+            assert dims == list(io.reshape.shape if io.HasField("reshape") else io.dims)
 
 
 def infer(repository: Path, configs: Mapping[str, Any], name: str, request: Arrays) -> Arrays:
@@ -218,13 +205,10 @@ def infer(repository: Path, configs: Mapping[str, Any], name: str, request: Arra
 
 
 def _infer_model(repository: Path, config: Any, request: Arrays) -> Arrays:
-    session = open_session(repository, config)
-    feeds = {
-        io.name: request[io.name].reshape(-1, *io.reshape.shape)
-        if io.HasField("reshape")
-        else request[io.name]
-        for io in config.input
-    }
-    names = [io.name for io in config.output]
-    answers = dict(zip(names, session.run(names, feeds), strict=True))
-    return {io.name: answers[io.name].reshape(-1, *io.dims) for io in config.output}
+    def shaped(io: Any) -> np.ndarray:
+        value = request[io.name]
+        return value.reshape(-1, *io.reshape.shape) if io.HasField("reshape") else value
+
+    session, outputs = open_session(repository, config), config.output
+    answers = session.run([io.name for io in outputs], {io.name: shaped(io) for io in config.input})
+    return {io.name: found.reshape(-1, *io.dims) for io, found in zip(outputs, answers, strict=True)}

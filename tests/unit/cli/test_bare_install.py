@@ -10,17 +10,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import jsonschema
 import pytest
-from rich_run import rich
+from absent import python
 
 import loka_onnx
 from loka_onnx.cli import main as cli
 from loka_onnx.cli.main import main
-from loka_onnx.cli.schema import Document, schema_text
-from loka_onnx.core import serde
 from loka_onnx.errors import OutputError
 from loka_onnx.graph.storage import replacing
 
@@ -31,14 +28,6 @@ HEAVY = (
 # The lowering to PyTorch and the kernels: the backend imports them when it builds.
 NEED_TORCH = ("loka_onnx.engines.inductor.", "loka_onnx.export.checkpoint")
 
-BLOCK = f"""
-import importlib.abc, sys
-class Absent(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {HEAVY!r}:
-            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
-sys.meta_path.insert(0, Absent())
-"""
 
 IMPORT_ALL = """
 import importlib, json, pkgutil, loka_onnx
@@ -52,18 +41,15 @@ print(json.dumps(failed))
 """
 
 
-def python(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-
-
-def bare(*arguments: str) -> subprocess.CompletedProcess[str]:
+def bare(*arguments: object) -> subprocess.CompletedProcess[str]:
     """The command, without optional packages."""
-    return python(f"{BLOCK}\nfrom loka_onnx.cli.main import main\nmain({list(arguments)!r})")
+    line = [str(argument) for argument in arguments]
+    return python(f"from loka_onnx.cli.main import main\nmain({line!r})", without=HEAVY)
 
 
 @pytest.mark.slow
 def test_every_module_imports():
-    done = python(BLOCK + IMPORT_ALL)
+    done = python(IMPORT_ALL, without=HEAVY)
     assert done.returncode == 0, done.stderr
     failed = json.loads(done.stdout)
     assert set(failed.values()) <= {"torch", "triton"}
@@ -85,17 +71,13 @@ def test_doctor_says_what_is_missing():
 
 
 @pytest.mark.slow
-def test_doctor_in_json():
+def test_verbs_that_need_nothing():
     done = bare("doctor", "--json")
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     assert told["machine"]["loka_onnx"] == loka_onnx.__version__
     assert not told["backends"]["onnxruntime"]["can_build"]
     assert {package["name"] for package in told["packages"] if package["version"]} <= {"recbole"}
-
-
-@pytest.mark.slow
-def test_other_verbs_that_need_nothing():
     assert json.loads(bare("schema").stdout)["title"] == "loka-onnx run file"
     assert bare("--version").stdout == f"loka-onnx {loka_onnx.__version__}\n"
     assert "evaluate" in bare("--help").stdout
@@ -103,7 +85,7 @@ def test_other_verbs_that_need_nothing():
 
 @pytest.mark.slow
 def test_the_demo_says_what_it_needs(tmp_path):
-    done = bare("demo", "--output", str(tmp_path / "runs" / "demo"))
+    done = bare("demo", "--output", tmp_path / "runs" / "demo")
     assert done.returncode == 2
     assert done.stderr.startswith("error: PyTorch is not installed\n")
     assert "  remedy: pip install 'loka-onnx[export]'\n" in done.stderr
@@ -120,21 +102,15 @@ def test_import_is_light():
     assert not loaded & {*HEAVY, "onnx", "numpy", "plotly", "pyarrow", "pydantic", "scipy", "rich", "typer"}
 
 
-@pytest.mark.parametrize("name", loka_onnx.__all__)
-def test_public_names_resolve(name):
-    value = getattr(loka_onnx, name)
-    assert value.__name__ == name
-    assert value.__doc__
-
-
-def test_public_names_shadow_no_package():
+def test_public_names_resolve_and_shadow_no_package():
+    for name in loka_onnx.__all__:
+        value = getattr(loka_onnx, name)
+        assert value.__name__ == name
+        assert value.__doc__
     packages = {path.name.removesuffix(".py") for path in Path(loka_onnx.__path__[0]).iterdir()}
     assert not packages & set(loka_onnx.__all__)
     assert set(loka_onnx.__all__) == set(loka_onnx._MODULES)
     assert set(loka_onnx.__all__) <= set(dir(loka_onnx))
-
-
-def test_unknown_name():
     with pytest.raises(AttributeError, match="module 'loka_onnx' has no attribute 'quantise'"):
         _ = loka_onnx.quantise
 
@@ -195,8 +171,7 @@ command()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("times", [1, 2, 3])
+@pytest.mark.parametrize(("number", "times"), [(signal.SIGTERM, 1), (signal.SIGINT, 1), (signal.SIGINT, 3)])
 def test_signals_during_batches_end_in_one_line(number, times, tmp_path):
     """A second signal comes while threads in ONNX Runtime are waited for, who may outlive Python."""
     line = [sys.executable, "-c", LONG_BATCHES, str(tmp_path / "model.onnx")]
@@ -258,44 +233,17 @@ def test_the_published_schema_is_current(document, capsys):
     text = printed(["schema", document], capsys)
     assert text == (DOCS / f"{document}-schema.json").read_text()
     jsonschema.Draft202012Validator.check_schema(json.loads(text))
-
-
-def test_the_run_file_is_what_is_asked_for_without_a_word(capsys):
     assert printed(["schema"], capsys) == printed(["schema", "run"], capsys)
 
 
-def test_a_profile_fits_its_schema_and_nothing_strange_does(sample):
-    schema = jsonschema.Draft202012Validator(json.loads(schema_text(Document.PROFILE)))
-    profile = serde.dumps(rich(sample.report, sequential=True).profile)
-    schema.validate(json.loads(profile))
-
-    def broken(change: Any) -> dict[str, Any]:
-        other = json.loads(profile)
-        change(other)
-        return other
-
-    for change in (
-        lambda d: d.update(schema="loka-onnx/profile/2"),
-        lambda d: d["value"].pop("rows"),
-        lambda d: d["value"].update(colour="red"),
-        lambda d: d["value"]["sampling"].update(looks="often"),
-        lambda d: d["value"]["groups"][0]["sensitivities"][0].pop("kl_moments"),
-        lambda d: d["value"]["scales"]["e4m3fn/amax"].update(dense="large"),
-        lambda d: d["value"]["sites"][0]["operands"]["dense"]["histogram"].update(counts=[0.5]),
-        lambda d: d["value"]["sites"][0]["errors"][0].update(noise="much"),
-    ):
-        assert not schema.is_valid(broken(change))
-
-
-Capture = pytest.CaptureFixture[str]
-
-
-def offered(line: str, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> list[str]:
+def offered(line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> list[str]:
     """What bash is offered for the last word of a line."""
     words = line.split(" ")
     monkeypatch.setenv("_LOKA_ONNX_COMPLETE", "complete_bash")
     monkeypatch.setenv("COMP_WORDS", "\n".join(words))
     monkeypatch.setenv("COMP_CWORD", str(len(words) - 1))
+    # A log in JSON does not reach the shell.
+    monkeypatch.setenv("LOKA_ONNX_LOG", "json")
     with pytest.raises(SystemExit) as ended:
         main([])
     assert ended.value.code == 0
@@ -319,8 +267,3 @@ def offered(line: str, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> list
 )
 def test_what_is_offered(line, expected, monkeypatch, capsys):
     assert set(offered(line, monkeypatch, capsys)) == expected
-
-
-def test_a_log_in_json_does_not_reach_the_shell(monkeypatch, capsys):
-    monkeypatch.setenv("LOKA_ONNX_LOG", "json")
-    assert offered("loka-onnx cali", monkeypatch, capsys) == ["calibrate"]

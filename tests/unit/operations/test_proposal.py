@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from onnx_text import parsed
 
 from loka_onnx.cli.main import main
 from loka_onnx.config import build_run_config
@@ -37,13 +38,21 @@ def write_rows(path: Path, **more: Any) -> Path:
 
 def write_model(path: Path, inputs: str, last: str = "Sigmoid") -> Path:
     """A model whose declared inputs are those given; ``x`` (batch, 2) is what it computes with."""
-    text = f"""
-        <ir_version: 10, opset_import: ["" : 21]>
-        g (float[n, 2] x{"," if inputs else ""} {inputs}) => (float[n, 1] score)
-        <float[2, 1] w = {{0.5, -0.25}}> {{ y = MatMul(x, w) score = {last}(y) }}
-    """
-    onnx.save(onnx.parser.parse_model(text), path)
+    declared = f"float[n, 2] x{',' if inputs else ''} {inputs}"
+    body = f"y = MatMul(x, w) score = {last}(y)"
+    onnx.save(parsed(body, {"w": WEIGHT}, inputs=declared, outputs="float[n, 1] score"), path)
     return path
+
+
+WEIGHT = np.array([[0.5], [-0.25]])
+
+
+def proposed_of(tmp_path: Path, body: str, outputs: str, **constants: Any) -> Proposal:
+    """Of a model of ``x`` (batch, 2) with the constants ``w`` (2, 1) and ``w3`` (2, 3)."""
+    known = {"w": WEIGHT, "w3": np.repeat(WEIGHT, 3, axis=1)}
+    model = parsed(body, known | constants, inputs="float[n, 2] x", outputs=outputs)
+    onnx.save(model, tmp_path / "ranker.onnx")
+    return propose(tmp_path / "ranker.onnx", write_rows(tmp_path / "rows.parquet"), home=tmp_path)
 
 
 def proposed(tmp_path: Path, inputs: str = "", last: str = "Sigmoid", **columns: Any) -> Proposal:
@@ -57,17 +66,23 @@ def columns_of(proposal: Proposal) -> dict[str, tuple[str, ...]]:
 
 def test_inputs_are_matched_by_name_end_of_name_and_width(tmp_path: Path) -> None:
     proposal = proposed(tmp_path, "int64[n] user_id, int64[n] features_item_, int64[n, 4] seq")
-    assert columns_of(proposal) == {
-        "x": ("price", "age"),
-        "user_id": ("user_id",),
-        "features_item_": ("item",),
-        "seq": ("history",),
-    }
-    assert {match.input for match in proposal.matches if match.rule not in {"", "same name"}} == {
-        "x",
-        "features_item_",
-        "seq",
-    }
+    matched = {
+        "x": ("price", "age"), "user_id": ("user_id",), "features_item_": ("item",), "seq": ("history",)
+    }  # fmt: skip
+    assert columns_of(proposal) == matched
+    rules = {match.input for match in proposal.matches if match.rule not in {"", "same name"}}
+    assert rules == matched.keys() - {"user_id"}
+    # The file says what the document says, and is a run file.
+    proposal = proposed(tmp_path, "int64[n] user_id")
+    assert yaml.safe_load(proposal.text) == proposal.document
+    config = build_run_config(proposal.document, tmp_path)
+    assert config.data.inputs["x"] == ("price", "age")
+    assert [target.device for target in config.targets][-1] == "cpu"
+    # Rows without labels, as npz.
+    np.savez(tmp_path / "rows.npz", x=np.ones((ROWS, 2), np.float32))
+    proposal = propose(write_model(tmp_path / "m.onnx", ""), tmp_path / "rows.npz", home=tmp_path)
+    assert proposal.document["outputs"][0]["label"] is None
+    assert not proposal.unmatched
 
 
 @pytest.mark.parametrize(("shops", "columns"), [(100, ("user_id", "item", "shop")), (10, ())])
@@ -115,25 +130,11 @@ def test_the_name_is_the_file_s_or_that_of_a_folder_that_says_something(
 def test_a_model_that_fails_at_one_row_gets_batches_of_two_and_the_reason(
     tmp_path: Path, squeeze: str, smallest: int
 ) -> None:
-    text = f"""
-        <ir_version: 10, opset_import: ["" : 21]>
-        g (float[n, 2] x) => (float[n, 1] score)
-        <float[2, 1] w = {{0.5, -0.25}}, int64[1] last = {{1}}> {{
-            y = MatMul(x, w) s = {squeeze} score = Unsqueeze(s, last)
-        }}
-    """
-    onnx.save(onnx.parser.parse_model(text), tmp_path / "ranker.onnx")
-    proposal = propose(tmp_path / "ranker.onnx", write_rows(tmp_path / "rows.parquet"), home=tmp_path)
+    body = f"y = MatMul(x, w) s = {squeeze} score = Unsqueeze(s, last)"
+    proposal = proposed_of(tmp_path, body, "float[n, 1] score", last=[1])
     assert proposal.document["batch"]["min"] == smallest
     assert ("(Unsqueeze)" in proposal.notes.get("batch", "")) == (smallest == 2)
     assert yaml.safe_load(proposal.text) == proposal.document
-
-
-def test_an_input_without_a_column_is_listed_with_candidates(tmp_path: Path) -> None:
-    proposal = proposed(tmp_path, "int64[n] zip, int64[n] merchant")
-    assert {match.input for match in proposal.unmatched} == {"zip", "merchant"}
-    assert "item" in proposal.unmatched[0].candidates
-    assert "clicked" not in proposal.unmatched[0].candidates
 
 
 @pytest.mark.parametrize(
@@ -154,14 +155,9 @@ def test_the_kind_is_read_from_the_graph_and_the_label(
 
 
 def test_an_embedding_beside_a_score_is_not_proposed(tmp_path: Path) -> None:
-    text = """
-        <ir_version: 10, opset_import: ["" : 21]>
-        g (float[n, 2] x) => (float[n, 3] user_vector, float[n] score)
-        <float[2, 3] w = {1, 2, 3, 4, 5, 6}, int64[1] one = {1}> {
-            user_vector = MatMul(x, w)  sum = ReduceSum<keepdims=0>(user_vector, one)  score = Sigmoid(sum)
-        }"""
-    onnx.save(onnx.parser.parse_model(text), tmp_path / "ranker.onnx")
-    proposal = propose(tmp_path / "ranker.onnx", write_rows(tmp_path / "rows.parquet"), home=tmp_path)
+    body = """user_vector = MatMul(x, w3)  sum = ReduceSum<keepdims=0>(user_vector, one)
+        score = Sigmoid(sum)"""
+    proposal = proposed_of(tmp_path, body, "float[n, 3] user_vector, float[n] score", one=[1])
     assert [output["name"] for output in proposal.document["outputs"]] == ["score"]
 
 
@@ -169,21 +165,6 @@ def test_rows_in_the_order_of_time_are_split_by_order_and_others_by_the_group(tm
     assert proposed(tmp_path).document["data"]["split"]["by"] == "hash"
     data = proposed(tmp_path, timestamp=np.arange(ROWS)).document["data"]
     assert (data["split"]["by"], data["group"]) == ("order", "user_id")
-
-
-def test_the_file_says_what_the_document_says_and_is_a_run_file(tmp_path: Path) -> None:
-    proposal = proposed(tmp_path, "int64[n] user_id")
-    assert yaml.safe_load(proposal.text) == proposal.document
-    config = build_run_config(proposal.document, tmp_path)
-    assert config.data.inputs == {"x": ("price", "age")}
-    assert [target.device for target in config.targets][-1] == "cpu"
-
-
-def test_npz_and_rows_without_labels(tmp_path: Path) -> None:
-    np.savez(tmp_path / "rows.npz", x=np.ones((ROWS, 2), np.float32))
-    proposal = propose(write_model(tmp_path / "m.onnx", ""), tmp_path / "rows.npz", home=tmp_path)
-    assert proposal.document["outputs"][0]["label"] is None
-    assert not proposal.unmatched
 
 
 def test_what_is_not_known_is_refused_with_the_nearest(tmp_path: Path) -> None:
@@ -217,10 +198,12 @@ def test_the_command_writes_a_file_once_and_run_takes_model_and_rows(tmp_path: P
     assert (tmp_path / "run" / "model" / "exported.json").exists()
 
 
-def test_run_refuses_a_model_with_an_input_that_has_no_column(tmp_path: Path) -> None:
-    rows, model = (
-        write_rows(tmp_path / "rows.parquet"),
-        write_model(tmp_path / "ranker.onnx", "int64[n] zip, int64[n] q"),
-    )
-    assert command("run", model, rows, "--output", tmp_path / "run") == 2
+def test_an_input_without_a_column_is_listed_with_candidates_and_not_run(tmp_path: Path) -> None:
+    inputs = "int64[n] zip, int64[n] merchant"
+    proposal = proposed(tmp_path, inputs)
+    assert {match.input for match in proposal.unmatched} == {"zip", "merchant"}
+    assert "item" in proposal.unmatched[0].candidates
+    assert "clicked" not in proposal.unmatched[0].candidates
+    model = write_model(tmp_path / "ranker.onnx", inputs)
+    assert command("run", model, tmp_path / "rows.parquet", "--output", tmp_path / "run") == 2
     assert not (tmp_path / "run").exists()

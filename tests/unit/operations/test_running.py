@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import onnx
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from onnx_text import parsed
 
 import loka_onnx
 from loka_onnx import RunOptions, RunResult, Stage
@@ -17,24 +19,7 @@ from loka_onnx.data.parquet import write_table
 from loka_onnx.errors import ConfigError, DataError
 
 DRAW = np.random.default_rng(0)
-ROWS = {
-    "x": DRAW.random((4000, 2), dtype=np.float32),
-    "clicked": (np.arange(4000) % 3 == 0).astype(np.int64),
-}
-
-
-class OnlyToArrow:
-    """A table with one method of polars's, as a library without the C protocol has it."""
-
-    def __init__(self, table: pa.Table) -> None:
-        self.to_arrow = lambda: table
-
-
-class OnlyDataframe:
-    """A table with the interchange protocol alone."""
-
-    def __init__(self, table: pa.Table) -> None:
-        self.__dataframe__ = table.__dataframe__
+ROWS = {"x": DRAW.random((4000, 2), dtype=np.float32), "clicked": (np.arange(4000) % 3 == 0).astype(np.int64)}
 
 
 SCALARS = {"price": ROWS["x"][:, 0], "clicked": ROWS["clicked"]}
@@ -46,8 +31,9 @@ SCALARS = {"price": ROWS["x"][:, 0], "clicked": ROWS["clicked"]}
         SCALARS,
         pa.table(SCALARS),
         pa.table(SCALARS).to_reader(),
-        OnlyToArrow(pa.table(SCALARS)),
-        OnlyDataframe(pa.table(SCALARS)),
+        # One method of polars's, and the interchange protocol alone.
+        SimpleNamespace(to_arrow=lambda: pa.table(SCALARS)),
+        SimpleNamespace(__dataframe__=pa.table(SCALARS).__dataframe__),
     ],
     ids=["dict", "pyarrow", "C stream", "to_arrow", "interchange"],
 )
@@ -56,9 +42,7 @@ def test_rows_in_memory_are_written_as_they_are(tmp_path, rows):
     assert table.column_names == ["price", "clicked"]
     assert np.array_equal(table["price"].to_numpy(), SCALARS["price"])
     assert [path.name for path in (tmp_path / "deep").iterdir()] == ["rows.parquet"]
-
-
-def test_a_second_axis_is_a_list_of_one_length(tmp_path):
+    # A second axis is a list of one length.
     table = pq.read_table(write_table(ROWS, tmp_path / "rows.parquet"))
     assert table.schema.field("x").type == pa.list_(pa.float32(), 2)
     assert np.array_equal(np.stack(table["x"].to_numpy()), ROWS["x"])
@@ -72,34 +56,27 @@ def test_what_is_no_table_is_refused(tmp_path, rows):
 
 
 def model_of(path: Path, more: str = "") -> Path:
-    text = f"""
-        <ir_version: 10, opset_import: ["" : 21]>
-        g (float[n, 2] x {more}) => (float[n, 1] score)
-        <float[2, 1] w = {{0.5, -0.25}}> {{ y = MatMul(x, w) score = Sigmoid(y) }}
-    """
-    onnx.save(onnx.parser.parse_model(text), path)
+    inputs = f"float[n, 2] x {more}"
+    weight = {"w": [[0.5], [-0.25]]}
+    model = parsed("y = MatMul(x, w) score = Sigmoid(y)", weight, inputs=inputs, outputs="float[n, 1] score")
+    onnx.save(model, path)
     return path
 
 
 def test_a_model_and_a_dict_are_enough(tmp_path, monkeypatch, caplog):
     monkeypatch.chdir(tmp_path)
     model = model_of(tmp_path / "ranker.onnx")
-    until = RunOptions(until=Stage.EXPORT)
     with caplog.at_level(logging.WARNING):
-        result = loka_onnx.run(model, ROWS, until)
+        result = loka_onnx.run(model, ROWS, RunOptions(until=Stage.EXPORT))
     assert (result.directory / "model/exported.onnx").is_file() and "check this" in caplog.text
     outputs = [{"name": "score", "kind": "probability", "label": "clicked", "budget": 0.001}]
     again = RunOptions(until=Stage.EXPORT, force=True)
     given = loka_onnx.run(model, ROWS, again, outputs=outputs, overrides={"output": str(tmp_path / "b")})
-    assert given.directory == tmp_path / "b" and '"budget":0.001' in (
-        tmp_path / "b" / "run.json"
-    ).read_text().replace(" ", "")
-
-
-def test_an_input_without_a_column_is_named(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+    assert given.directory == tmp_path / "b"
+    assert '"budget":0.001' in (tmp_path / "b" / "run.json").read_text().replace(" ", "")
+    # An input without a column is named.
     with pytest.raises(ConfigError) as caught:
-        loka_onnx.run(model_of(tmp_path / "ranker.onnx", ", int64[n] merchant"), ROWS)
+        loka_onnx.run(model_of(model, ", int64[n] merchant"), ROWS)
     assert caught.value.code == "E1642" and "merchant" in caught.value.evidence
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import replace
 from typing import Any
 
 from changed_run import with_differences, with_evaluations, with_plans
@@ -45,10 +45,12 @@ def rich(data: ReportData, *, sequential: bool = False) -> ReportData:
     """
     data = _with_profile(data, sequential)
     data = _with_evaluations(data)
-    data = with_plans(data, plans=_wide(data), speeds=_speeds(data), able_share=0.873)
-    return dataclasses.replace(
+    first, *rest = data.plans.plans
+    plans = (replace(first, wide=(Wide("sigmoid", "kept by 'sig*'"),)), *rest)
+    data = with_plans(data, plans=plans, speeds=_speeds(data), able_share=0.873)
+    return replace(
         data,
-        modified=dataclasses.replace(data.modified, other_products=OTHER_PRODUCTS),
+        modified=replace(data.modified, other_products=OTHER_PRODUCTS),
         choice=_choice(data),
         corrections=_corrections(data),
         refinement=_refinement(),
@@ -60,10 +62,10 @@ def _with_profile(data: ReportData, sequential: bool) -> ReportData:
     draws = Draws(4, 1.13e-5, 1.92e-5, 1.5, -1e-5, 2e-5)
     histogram = MagnitudeHistogram(7, 1016, (3, 0, 12, 5))
     entries = tuple(
-        dataclasses.replace(
+        replace(
             entry,
-            operands={n: dataclasses.replace(r, histogram=histogram) for n, r in entry.operands.items()},
-            sensitivities=tuple(dataclasses.replace(s, draws=draws) for s in entry.sensitivities),
+            operands={n: replace(r, histogram=histogram) for n, r in entry.operands.items()},
+            sensitivities=tuple(replace(s, draws=draws) for s in entry.sensitivities),
         )
         for entry in data.profile.sites
     )
@@ -71,20 +73,24 @@ def _with_profile(data: ReportData, sequential: bool) -> ReportData:
     both = type(first).of(first.name, first.delta, moments(3e-5, 5e-7), moments(1e-6, 4e-5), draws)
     group = SiteGroup("dense", tuple(entry.site for entry in entries), (both,))
     sampling = Sampling(2000, 3, 16384, (entries[0].site,), may_stop_early=True)
-    profile = dataclasses.replace(
+    profile = replace(
         data.profile,
         sites=entries,
         groups=(group,),
         sampling=sampling if sequential else data.profile.sampling,
     )
-    return dataclasses.replace(data, profile=profile)
+    return replace(data, profile=profile)
 
 
 def _with_evaluations(data: ReportData) -> ReportData:
+    def judged(value: str | None, lower: float, upper: float, status: str = "undecided") -> Slice:
+        interval = Interval((lower + upper) / 2, lower, upper, 0.999, 1000)
+        return Slice("country", value, 1000, 1000, interval, interval, interval, status)
+
     slices = (
-        _slice("country", "BR", 0.0003, 0.0009, "beyond"),
-        _slice("country", None, 0.0001, 0.0012, "undecided"),
-        *(_slice("country", f"c{i}", -0.001 - i / 1000, 0.002, "undecided") for i in range(12)),
+        judged("BR", 0.0003, 0.0009, "beyond"),
+        judged(None, 0.0001, 0.0012),
+        *(judged(f"c{i}", -0.001 - i / 1000, 0.002) for i in range(12)),
         Slice("country", "LI", 38, 38, None, None, None, "not judged", "38 rows, an interval needs 100 rows"),
     )
     output = {"slices": slices, "slices_left_out": {"country": 1234}}
@@ -96,24 +102,14 @@ def _with_evaluations(data: ReportData) -> ReportData:
 
     def timed(evaluation: Evaluation) -> Evaluation:
         latencies = tuple(
-            dataclasses.replace(latency, batch=batch, p50_us=p50, lookup_p50_us=12.34, inputs=place)
+            replace(latency, batch=batch, p50_us=p50, lookup_p50_us=12.34, inputs=place)
             for latency in evaluation.latencies
             for batch, p50, place in places
         )
-        return dataclasses.replace(evaluation, latencies=latencies)
+        return replace(evaluation, latencies=latencies)
 
     data = with_differences(data, output=output, delta_auc=Interval(-1.23e-5, -3e-5, 1e-5, 0.95, 2400))
     return with_evaluations(data, timed)
-
-
-def _slice(column: str, value: str | None, lower: float, upper: float, status: str) -> Slice:
-    interval = Interval((lower + upper) / 2, lower, upper, 0.999, 1000)
-    return Slice(column, value, 1000, 1000, interval, interval, interval, status)
-
-
-def _wide(data: ReportData) -> tuple[Any, ...]:
-    first, *rest = data.plans.plans
-    return (dataclasses.replace(first, wide=(Wide("sigmoid", "kept by 'sig*'"),)), *rest)
 
 
 def _speeds(data: ReportData) -> tuple[SiteSpeed, ...]:
@@ -129,14 +125,14 @@ def _speeds(data: ReportData) -> tuple[SiteSpeed, ...]:
 def _choice(data: ReportData) -> Choice:
     first, *rest = data.choice.targets
     built = [e for e in data.engines if e.target == "cpu" and e.is_built]
-    losers = tuple(dataclasses.replace(loser, times=TIMES, upper=1.7) for loser in first.losers)
+    losers = tuple(replace(loser, times=TIMES, upper=1.7) for loser in first.losers)
     routes = (Route(8, built[0].id, built[0].plan), Route(64, built[1].id, built[1].plan, TIMES))
     routes += (Route(512, built[2].id, built[2].plan, Interval(1.01, 1.01, 1.01, 0.95, 1)),)
     predictions = (
         PredictedTime(built[0].id, "fp32", 8, 110.123, 100.456),
         PredictedTime(built[1].id, "fp8-safe", 64, 95.5, 100.25),
     )
-    target = dataclasses.replace(first, losers=losers, routes=routes)
+    target = replace(first, losers=losers, routes=routes)
     not_predicted = {built[2].id: "FP8 at 'fc' breaks it up"}
     return Choice((target, *rest), predictions, 0.0718, not_predicted)
 
@@ -179,7 +175,7 @@ def _refinement() -> Refinement:
             is_within=False,
             is_on_front=True,
         )
-        return dataclasses.replace(first, **changes)
+        return replace(first, **changes)
 
     returned = (Returned(("fc1", "fc2"), 0.8123, 0.0125), Returned(("fc3",), 0.1, None))
     given = step(1, "refined", origin=Origin.GIVEN_BACK, parent="whole", returned=returned, is_within=True)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -18,7 +18,7 @@ from sample_run import SampleRun
 from loka_onnx.core.evaluation import CalibrationBin, Evaluation, EvaluationSet, Latency
 from loka_onnx.core.intervals import Interval
 from loka_onnx.core.plan import PlanSet, SiteSpeed, SpeedVerdict
-from loka_onnx.core.profile import ENTROPY, Draws, Profile, Sampling, Sensitivity
+from loka_onnx.core.profile import ENTROPY, Draws, Sampling, Sensitivity
 from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR
 from loka_onnx.core.statistics import MagnitudeHistogram
 from loka_onnx.report import ReportData, numbers
@@ -31,8 +31,8 @@ from loka_onnx.report.slice_tables import scores_sections
 
 def test_shares_are_those_of_one_model_whatever_mods_padded(sample: SampleRun) -> None:
     first, *rest = sample.report.modified.sites
-    padded = dataclasses.replace(sample.report.modified, sites=(dataclasses.replace(first, k=20), *rest))
-    data = dataclasses.replace(sample.report, modified=padded)
+    padded = replace(sample.report.modified, sites=(replace(first, k=20), *rest))
+    data = replace(sample.report, modified=padded)
     flops = [2 * site.k * site.n for site in padded.sites[:2]]
     expected = [f"{100 * f / sum(flops):.1f} %" for f in flops]
     section = sites_section(data)
@@ -53,7 +53,7 @@ def test_each_device_says_the_speed_of_a_site_and_nothing_is_guessed(sample: Sam
         )
     ]
     one, two = (
-        speed_texts(dataclasses.replace(sample.report, plans=PlanSet(sample.report.plans.plans, (), known)))
+        speed_texts(replace(sample.report, plans=PlanSet(sample.report.plans.plans, (), known)))
         for known in (tuple(speeds[:2]), tuple(speeds))
     )
     assert one == {first: "fast", second: "not measured"}
@@ -64,14 +64,9 @@ def test_each_device_says_the_speed_of_a_site_and_nothing_is_guessed(sample: Sam
 def test_calibration_is_drawn_of_what_is_emitted_and_the_reference_beside_it(sample: SampleRun) -> None:
     data = decided(sample.report)
     reference = next(e for e in data.evaluations.evaluations if e.engine in data.references)
-    (output,) = reference.outputs
-    certified = dataclasses.replace(
-        reference,
-        split="certification",
-        outputs=(dataclasses.replace(output, calibration=(CalibrationBin(1600, 0.1, 0.2),)),),
-    )
-    evaluations = (*data.evaluations.evaluations, certified)
-    data = dataclasses.replace(data, evaluations=EvaluationSet(evaluations))
+    output = replace(reference.outputs[0], calibration=(CalibrationBin(1600, 0.1, 0.2),))
+    certified = replace(reference, split="certification", outputs=(output,))
+    data = replace(data, evaluations=EvaluationSet((*data.evaluations.evaluations, certified)))
     (chart,) = calibration_charts(data)
     assert [(t["name"], t["x"], t["y"]) for t in chart.figure["data"]] == [
         (reference.engine, [0.1], [0.2]),
@@ -112,13 +107,9 @@ def test_every_site_is_named_with_what_is_known_of_it(sample: SampleRun, found: 
     assert found["sites"][2]["activations"] == []
     assert found["sites"][1]["verdict"] == "unsafe"
     json.dumps(found, allow_nan=False)
-
-
-def test_counted_shares_are_those_of_the_error_pass(sample: SampleRun) -> None:
     table = activation_table(sample.report, sample.report.plan("fp8-safe"))
-    titles = [column.title for column in table.columns]
-    row = dict(zip(titles, (cell.text for cell in table.rows[0]), strict=True))
-    # 5 of 1000 became zero, 2 saturated.
+    row = dict(zip((c.title for c in table.columns), (cell.text for cell in table.rows[0]), strict=True))
+    # Of the error pass: 5 of 1000 became zero, 2 saturated.
     assert (row["Underflowed to zero"], row["Saturated"], row["Zeros"]) == ("0.5 %", "0.2 %", "0 %")
     assert row["Scale"] == "0.0134"
 
@@ -126,38 +117,36 @@ def test_counted_shares_are_those_of_the_error_pass(sample: SampleRun) -> None:
 def timed(data: ReportData) -> ReportData:
     """Every evaluation gets a latency of its own; engines are not simulated."""
     times = (Latency(64, 100.0 - place, 1.0, 1.0, 9, "cpu", True) for place in count())
-    engines = tuple(dataclasses.replace(e, simulated=False) for e in data.engines)
-    data = with_evaluations(data, lambda e: dataclasses.replace(e, latencies=(next(times),)))
-    return dataclasses.replace(data, engines=engines)
+    engines = tuple(replace(e, simulated=False) for e in data.engines)
+    data = with_evaluations(data, lambda e: replace(e, latencies=(next(times),)))
+    return replace(data, engines=engines)
 
 
 def test_every_candidate_is_a_point_or_is_named(sample: SampleRun) -> None:
     for data in (sample.report, timed(sample.report)):
         for chart in charts(data):
-            points = [
-                name for trace in (chart.figure or {"data": ()})["data"] for name in trace.get("text", ())
-            ]
+            traces = chart.figure["data"] if chart.figure else ()
+            points = [name for trace in traces for name in trace.get("text", ())]
             engines = [e for e in data.engines if chart.name == f"ctr on {e.target}"]
             assert len(points) + len(chart.left_out) == len(engines)
+    # An interval without an end is no point.
+    endless = Interval(0.0, -math.inf, math.inf, 0.95, 1)
+    data = with_differences(timed(sample.report), delta_ne=endless)
+    assert charts(data) and all(chart.figure is None for chart in charts(data))
 
 
 def test_points_stand_at_their_latency_and_change(sample: SampleRun) -> None:
     data = timed(sample.report)
     chart = next(c for c in charts(data) if c.name == "ctr on cpu")
-    found = {
-        (trace["x"][i], trace["y"][i])
-        for trace in chart.figure["data"]
-        if "hovertext" in trace
-        for i in range(len(trace["x"]))
-    }
-    wanted = {
-        (e.latencies[0].p50_us, 100 * e.outputs[0].difference.delta_ne.value)
+    points = [trace for trace in chart.figure["data"] if "hovertext" in trace]
+    found = {y for trace in points for y in trace["y"]}
+    # A certified engine was timed twice here; the last time counts.
+    assert sum(len(trace["x"]) for trace in points) == 3
+    assert found == {
+        100 * e.outputs[0].difference.delta_ne.value
         for e in data.evaluations.evaluations
         if e.split == "selection" and e.outputs[0].difference is not None
     }
-    # A certified engine was timed twice here; the last time counts.
-    assert {y for _, y in found} == {y for _, y in wanted}
-    assert len(found) == 3
     emitted = next(trace for trace in chart.figure["data"] if trace["name"] == "emitted")
     assert emitted["y"] == [0.0]
 
@@ -169,7 +158,7 @@ def test_what_was_timed_on_another_device_only_says_where(sample: SampleRun) -> 
     def left_out(batch: int, *elsewhere: str) -> list[str]:
         def moved(e: Evaluation) -> Evaluation:
             latency = Latency(batch if e.engine == there else 64, 9.0, 9.0, 9.0, 9, "H200", False)
-            return dataclasses.replace(e, latencies=(latency,)) if e.engine in elsewhere else e
+            return replace(e, latencies=(latency,)) if e.engine in elsewhere else e
 
         chart = next(c for c in charts(with_evaluations(data, moved)) if c.name == "ctr on cpu")
         return [line for line in chart.left_out if line.startswith(there)]
@@ -180,16 +169,9 @@ def test_what_was_timed_on_another_device_only_says_where(sample: SampleRun) -> 
     assert left_out(8, *every) == [f"{there}: latency 9.0 µs at batch 8 on H200, not the target"]
 
 
-def test_an_interval_without_an_end_is_no_point(sample: SampleRun) -> None:
-    endless = Interval(0.0, -math.inf, math.inf, 0.95, 1)
-    data = with_differences(timed(sample.report), delta_ne=endless)
-    assert charts(data) and all(chart.figure is None for chart in charts(data))
-
-
 def with_sensitivities(data: ReportData, change: Callable[[Sensitivity], Sensitivity]) -> ReportData:
     sites = tuple(
-        dataclasses.replace(entry, sensitivities=tuple(map(change, entry.sensitivities)))
-        for entry in data.profile.sites
+        replace(entry, sensitivities=tuple(map(change, entry.sensitivities))) for entry in data.profile.sites
     )
     return with_profile(data, sites=sites)
 
@@ -219,10 +201,10 @@ def test_a_kept_site_shows_the_recipe_that_its_verdict_is_of(sample) -> None:
     (error,), (sensitivity,) = second.errors, second.sensitivities
     assert plan.decision(second.site).recipe is None
     best = PER_CHANNEL_WEIGHT.id
-    entry = dataclasses.replace(
+    entry = replace(
         second,
-        errors=(error, dataclasses.replace(error, recipe=best, count=2000)),
-        sensitivities=(dataclasses.replace(sensitivity, recipe=best),),
+        errors=(error, replace(error, recipe=best, count=2000)),
+        sensitivities=(replace(sensitivity, recipe=best),),
     )
     data = with_profile(sample.report, sites=(first, entry))
     section = sites_section(data)
@@ -234,30 +216,21 @@ def test_a_kept_site_shows_the_recipe_that_its_verdict_is_of(sample) -> None:
     assert drawn[second.site].error == entry.errors[1]
 
 
-def test_where_rows_were_added_until_verdicts_were_reached_intervals_are_wider(sample) -> None:
+def test_columns_of_sites_with_draws_without_labels_and_where_rows_were_added(sample) -> None:
+    draws = Draws(4, 1.1e-5, 1.9e-5, 1.5, -1e-5, 2e-5)
+    section = sites_section(with_sensitivities(sample.report, lambda s: replace(s, draws=draws)))
+    assert column(section, "KL over draws")[0] == "0.0011 % to 0.0019 % (4)"
+    none = {"denominator": ENTROPY, "labelled_moments": None, "labelled": None}
+    section = sites_section(with_sensitivities(sample.report, lambda s: replace(s, **none)))
+    assert "relative to the mean entropy of the predictions (no labels)" in " ".join(section.paragraphs)
+    assert column(section, "Labelled")[0] == column(section, "KL over draws")[0] == numbers.NONE
+    # Where rows were added until verdicts were reached, intervals are wider.
     sampling = Sampling(2000, 1, 16384, may_stop_early=True)
     section = sites_section(with_profile(sample.report, sampling=sampling))
     interval = sample.report.profile.sites[0].sensitivities[0].kl_moments.anytime_interval(16384)
     assert interval.upper > 1.35e-5
     assert column(section, "KL")[0] == numbers.percent_interval(interval)
     assert "holds with 95 % at every number of rows at once" in section.paragraphs[-1]
-
-
-def test_the_spread_over_draws(sample) -> None:
-    draws = Draws(4, 1.1e-5, 1.9e-5, 1.5, -1e-5, 2e-5)
-    data = with_sensitivities(sample.report, lambda s: dataclasses.replace(s, draws=draws))
-    assert column(sites_section(data), "KL over draws")[0] == "0.0011 % to 0.0019 % (4)"
-    assert column(sites_section(sample.report), "KL over draws")[0] == numbers.NONE
-
-
-def test_without_labels_the_denominator_is_named_and_the_labelled_part_is_not_there(sample) -> None:
-    data = with_sensitivities(
-        sample.report,
-        lambda s: dataclasses.replace(s, denominator=ENTROPY, labelled_moments=None, labelled=None),
-    )
-    section = sites_section(data)
-    assert "relative to the mean entropy of the predictions (no labels)" in " ".join(section.paragraphs)
-    assert column(section, "Labelled")[0] == numbers.NONE
 
 
 def test_sites_that_stayed_undecided_are_named(sample) -> None:
@@ -270,29 +243,22 @@ def test_sites_that_stayed_undecided_are_named(sample) -> None:
     assert open_sites(sample.report.profile) == []
 
 
+EARLY = Sampling(1024, 2, 16384, may_stop_early=True)
+ADDED = {
+    "data_digest": "a" * 64 + "+" + "b" * 64,
+    "sampling": Sampling(4000, 3, 16384, ("x",), may_stop_early=True),
+}
+
+
 @pytest.mark.parametrize(
-    ("changes", "facts"),
+    ("changes", "sensitivities", "more"),
     [
-        ({}, ["Ranges: 4,000 rows; errors: 4,000 rows; sensitivities: 2,000 rows"]),
-        (
-            {"sampling": Sampling(1024, 2, 16384, may_stop_early=True), "error_rows": 512},
-            [
-                "Ranges: 4,000 rows; errors: 512 rows; sensitivities: 1,024 rows",
-                "Sensitivities stopped where the verdict of every site was reached",
-            ],
-        ),
-        (
-            {
-                "data_digest": "a" * 64 + "+" + "b" * 64,
-                "sampling": Sampling(4000, 3, 16384, ("x",), may_stop_early=True),
-            },
-            [
-                "Ranges: 4,000 rows; errors: 4,000 rows; sensitivities: 4,000 rows",
-                "Calibration rows were added to those of the split: digest bbbbbbbbbbbbbbbb",
-            ],
-        ),
+        ({}, "2,000", []),
+        ({"sampling": EARLY}, "1,024", ["Sensitivities stopped where the verdict of every site was reached"]),
+        (ADDED, "4,000", ["Calibration rows were added to those of the split: digest bbbbbbbbbbbbbbbb"]),
     ],
 )
-def test_the_rows_that_were_looked_at(sample, changes: dict[str, object], facts: list[str]) -> None:
-    profile: Profile = dataclasses.replace(sample.report.profile, **changes)
-    assert calibration_facts(profile) == facts
+def test_the_rows_that_were_looked_at(sample, changes, sensitivities, more) -> None:
+    rows = f"Ranges: 4,000 rows; errors: 512 rows; sensitivities: {sensitivities} rows"
+    profile = replace(sample.report.profile, error_rows=512, **changes)
+    assert calibration_facts(profile) == [rows, *more]

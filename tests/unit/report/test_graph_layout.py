@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from sample_run import SampleRun
 
 from loka_onnx.core.model_graph import GraphEdge, GraphNode, ModelGraph, NodeKind
-from loka_onnx.core.plan import PlanSet, Verdict
-from loka_onnx.report import ReportData, render
+from loka_onnx.core.plan import Decision, PlanSet, Verdict
+from loka_onnx.report import ReportData
 from loka_onnx.report.graph_layout import NODE_HEIGHT, GraphLayout, lay_out, width_of
 from loka_onnx.report.graph_view import graph_view
 
@@ -121,14 +121,17 @@ def data(sample: SampleRun) -> ReportData:
     return sample.report
 
 
-def test_a_report_without_a_graph_draws_none(data):
-    assert graph_view(replace(data, graph=None)) is None
+def with_decisions(data: ReportData, *decisions: Decision, **changes: str) -> ReportData:
+    """Every plan decides so."""
+    plans = tuple(replace(plan, decisions=decisions, **changes) for plan in data.plans.plans)
+    return replace(data, plans=PlanSet(plans))
 
 
 def test_nodes_carry_the_verdict_precision_and_reason_of_the_plan(data):
+    first, *rest = data.plans.plan("fp8-safe").decisions
     html = graph_view(data)
     nodes = {node["name"]: (node, mark) for node, mark in zip(payload(html), marks(html), strict=True)}
-    for decision in data.plans.plan("fp8-safe").decisions:
+    for decision in (first, *rest):
         node, mark = nodes[decision.site]
         assert (node["sites"], mark) == ([decision.site], decision.verdict)
         assert f"{decision.verdict} · {decision.precision}" in node["lines"]
@@ -136,14 +139,11 @@ def test_nodes_carry_the_verdict_precision_and_reason_of_the_plan(data):
     # 3 products, 2 Relus, an input and an output; only products are sites.
     assert len(nodes) == 7
     assert marks(html).count("") == 4
-
-
-def test_a_site_that_the_plan_does_not_name_is_not_judged(data):
-    plans = PlanSet(tuple(replace(plan, decisions=plan.decisions[1:]) for plan in data.plans.plans))
-    html = graph_view(replace(data, plans=plans))
-    first = data.plans.plan("fp8-safe").decisions[0].site
-    (place,) = (i for i, node in enumerate(payload(html)) if node["name"] == first)
+    # A site that the plan does not name is not judged.
+    html = graph_view(with_decisions(data, *rest))
+    (place,) = (i for i, node in enumerate(payload(html)) if node["name"] == first.site)
     assert marks(html)[place] == "not judged"
+    assert graph_view(replace(data, graph=None)) is None
 
 
 @pytest.mark.parametrize(
@@ -155,8 +155,7 @@ def test_a_folded_part_has_the_verdict_that_its_sites_agree_on(data, verdicts, m
     folded = GraphNode("arch", NodeKind.FOLDED, sites=(first.site, second.site), stands_for=9)
     graph = ModelGraph((folded,), (), 8, 9)
     decisions = tuple(replace(d, verdict=Verdict(v)) for d, v in zip((first, second), verdicts, strict=True))
-    plans = PlanSet(tuple(replace(plan, decisions=decisions) for plan in data.plans.plans))
-    html = graph_view(replace(data, graph=graph, plans=plans))
+    html = graph_view(replace(with_decisions(data, *decisions), graph=graph))
     assert marks(html) == [mark]
     assert "9 nodes are drawn as 1, by module" in html
 
@@ -165,15 +164,9 @@ def test_a_name_cannot_leave_its_place(data):
     site = data.modified.sites[0].name
     nodes = (GraphNode(NASTY, NodeKind.INPUT), GraphNode(site, NodeKind.OPERATOR, NASTY, NASTY, (site,)))
     decision = replace(data.plans.plan("fp8-safe").decisions[0], reason=NASTY)
-    plans = PlanSet(tuple(replace(p, id=NASTY, decisions=(decision,)) for p in data.plans.plans))
     graph = ModelGraph(nodes, (GraphEdge(0, 1, NASTY),), 1)
-    html = graph_view(replace(data, graph=graph, plans=plans))
+    html = graph_view(replace(with_decisions(data, decision, id=NASTY), graph=graph))
     assert "alert(1)</script>" not in html
     assert "<!--" not in html
     drawn = payload(html)
     assert drawn[0]["name"] == drawn[1]["lines"][-1] == NASTY
-
-
-def test_the_page_holds_the_graph(data, tmp_path):
-    *_, page = render(data, tmp_path)
-    assert len(payload(page.read_text(encoding="utf-8"))) == len(data.graph.nodes)

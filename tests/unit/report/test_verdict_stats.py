@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import replace
 
 import pytest
@@ -41,7 +40,7 @@ def stats(data: ReportData, target: int = 0) -> dict[str, tuple[str, str]]:
 
 def with_times(data: ReportData, plan: str, times: Interval | None) -> ReportData:
     losers = tuple(
-        dataclasses.replace(loser, times=times if data.engine(loser.engine).plan == plan else None)
+        replace(loser, times=times if data.engine(loser.engine).plan == plan else None)
         for loser in data.choice.targets[0].losers
     )
     return with_target(data, losers=losers)
@@ -49,13 +48,17 @@ def with_times(data: ReportData, plan: str, times: Interval | None) -> ReportDat
 
 def test_of_several_engines_of_a_baseline_the_fastest_counts(sample: SampleRun) -> None:
     data = with_times(sample.report, "bf16", TIMES)
-    slower = dataclasses.replace(data.engine("cpu-onnxruntime-cpu-bf16"), backend="another")
+    slower = replace(data.engine("cpu-onnxruntime-cpu-bf16"), backend="another")
     loser = next(x for x in data.choice.targets[0].losers if x.times is not None)
-    worse = dataclasses.replace(loser, engine=slower.id, times=Interval(2.0, 1.9, 2.1, 0.95, 10))
-    data = dataclasses.replace(data, engines=(*data.engines, slower))
+    worse = replace(loser, engine=slower.id, times=Interval(2.0, 1.9, 2.1, 0.95, 10))
+    data = replace(data, engines=(*data.engines, slower))
     data = with_target(data, losers=(worse, *data.choice.targets[0].losers))
     note = "[1.200, 1.300], measured, over cpu-onnxruntime-cpu-bf16"
     assert stats(data)["Speed over BF16"] == ("1.250×", note)
+    # A gain that may be none is not good.
+    for times, tone in ((TIMES, Tone.GOOD), (Interval(1.02, 0.99, 1.05, 0.95, 10), Tone.WARN)):
+        verdict = first_verdict(with_times(sample.report, "bf16", times))
+        assert next(s for s in verdict.stats if s.label == "Speed over BF16").shown.tone is tone
 
 
 def test_without_a_time_it_says_why(sample: SampleRun) -> None:
@@ -63,36 +66,22 @@ def test_without_a_time_it_says_why(sample: SampleRun) -> None:
     assert shown["Speed over BF16"] == ("not measured", "cpu-onnxruntime-cpu-bf16: declined")
     assert "Speed over FP32" not in shown, "the engine of that plan itself"
     losers = sample.report.choice.targets[0].losers
-    unmeasured = tuple(dataclasses.replace(loser, why=Why.NOT_MEASURED) for loser in losers)
+    unmeasured = tuple(replace(loser, why=Why.NOT_MEASURED) for loser in losers)
     note = stats(with_target(sample.report, losers=unmeasured))["Speed over BF16"][1]
     assert note == "cpu-onnxruntime-cpu-bf16"
-
-
-def test_a_simulated_engine_has_no_speed_whatever_was_timed(sample: SampleRun) -> None:
+    # Whatever was timed, a simulated engine has no speed.
     simulated = next(e for e in sample.report.engines if e.simulated)
     data = with_target(with_times(sample.report, "bf16", TIMES), engine=simulated.id, plan=simulated.plan)
-    shown = stats(data)
-    assert shown["Speed over BF16"][0] == "simulated"
-    assert shown["Latency p50"][0] == "simulated"
+    assert [stats(data)[name][0] for name in ("Speed over BF16", "Latency p50")] == ["simulated"] * 2
 
 
-def test_a_gain_that_may_be_none_is_not_good(sample: SampleRun) -> None:
-    for times, tone in ((TIMES, Tone.GOOD), (Interval(1.02, 0.99, 1.05, 0.95, 10), Tone.WARN)):
-        (verdict, *_) = build_document(with_times(sample.report, "bf16", times)).verdicts
-        assert next(s for s in verdict.stats if s.label == "Speed over BF16").shown.tone is tone
-
-
-def test_the_accuracy_of_an_engine_that_was_not_run_is_that_of_its_plan_and_says_so(sample) -> None:
+def test_accuracy_is_that_of_certification_or_of_an_engine_of_the_same_plan(sample: SampleRun) -> None:
+    assert "1,600 certification rows" in stats(sample.report)["ΔNE"][1]
+    assert [bar.label for bar in first_verdict(sample.report).bars] == ["ctr on certification"]
     note = stats(sample.report, target=1)["ΔNE"][1]
     assert note.endswith("simulated by cpu-onnxruntime-cpu-fp8-safe, this engine was not run")
-    nothing = dataclasses.replace(sample.report, evaluations=EvaluationSet(()))
+    nothing = replace(sample.report, evaluations=EvaluationSet(()))
     assert stats(nothing, target=1)["Accuracy"] == ("not measured", "")
-
-
-def test_certification_decides_where_it_was_evaluated(sample: SampleRun) -> None:
-    (verdict, *_) = build_document(sample.report).verdicts
-    assert "1,600 certification rows" in stats(sample.report)["ΔNE"][1]
-    assert [bar.label for bar in verdict.bars] == ["ctr on certification"]
 
 
 def test_every_number_of_the_page_is_in_markdown(sample: SampleRun) -> None:
@@ -130,26 +119,31 @@ def first_verdict(data: ReportData) -> Verdict:
 
 
 def test_an_fp8_engine_for_some_sizes_is_an_fp8_engine_that_is_emitted(sample: SampleRun) -> None:
-    verdict = first_verdict(routed(sample.report))
+    data = routed(sample.report)
+    verdict = first_verdict(data)
     assert verdict.headline.startswith("gpu: bf16 and fp8-safe, 2.10× over FP32 (")
     assert not any("No FP8 engine" in fact for fact in verdict.facts)
     assert verdict.tone is Tone.GOOD
     costs = [fact.partition(" (")[0] for fact in verdict.facts if fact.startswith("Cost")]
     assert costs == [f"Cost of {MAIN}", f"Cost of {ROUTED}", f"Cost of {ROUTED}"]
-    plans, note = stats(routed(sample.report))["Plans"]
-    assert plans == "bf16, fp8-safe"
-    assert note.startswith("bf16: no FP8; fp8-safe: sites in FP8: 1, ")
-
-
-def test_several_engines_without_fp8_are_high_precision(sample: SampleRun) -> None:
+    shown = stats(data)
+    assert shown["Plans"][0] == "bf16, fp8-safe"
+    assert shown["Plans"][1].startswith("bf16: no FP8; fp8-safe: sites in FP8: 1, ")
+    # A figure says whose it is where there are several engines.
+    assert shown["Latency p50"] == ("117.0 µs", f"batch 1,024, on H100, by {ROUTED}")
+    assert stats(decided(sample.report))["Latency p50"] == ("117.0 µs", "batch 1,024, on H100")
+    gain = f"[2.050, 2.161], measured, of {MAIN}, over gpu-onnxruntime-sm90-fp32"
+    assert shown["Speed over FP32"][1] == gain
+    assert "Speed over BF16" not in shown, "the main engine is of that plan itself"
+    harmed = SliceDifference("country", "BR", 100, 100, HARM, HARM, HARM, "beyond")
+    verdict = first_verdict(
+        with_outputs(data, lambda o: replace(o, slices=(harmed,)), "certification", ROUTED)
+    )
+    assert verdict.tone is Tone.WARN
+    (fact,) = (fact for fact in verdict.facts if fact.startswith("Slices"))
+    assert fact.startswith(f"Slices of {ROUTED} (ctr, certification): 1 of 1 judged beyond the budget")
     facts = first_verdict(routed(sample.report, "fp32")).facts
     assert facts[0] == "No FP8 engine is emitted for this target: it gets high precision (bf16, fp32)."
-
-
-def test_the_latency_is_that_of_the_engine_that_takes_the_size(sample: SampleRun) -> None:
-    data = routed(sample.report)
-    assert stats(data)["Latency p50"] == ("117.0 µs", f"batch 1,024, on H100, by {ROUTED}")
-    assert stats(decided(sample.report))["Latency p50"] == ("117.0 µs", "batch 1,024, on H100")
 
 
 def test_of_several_engines_the_worst_against_its_budget_is_on_top(sample: SampleRun) -> None:
@@ -162,26 +156,6 @@ def test_of_several_engines_the_worst_against_its_budget_is_on_top(sample: Sampl
         f"ctr on selection of {MAIN}",
         "ctr on selection of gpu-onnxruntime-sm90-fp8-all",
     ]
-
-
-def test_a_slice_that_an_engine_of_some_sizes_harms_is_told(sample: SampleRun) -> None:
-    data = routed(sample.report)
-    harmed = SliceDifference("country", "BR", 100, 100, HARM, HARM, HARM, "beyond")
-    sliced = with_outputs(data, lambda o: dataclasses.replace(o, slices=(harmed,)), "certification", ROUTED)
-    verdict = first_verdict(sliced)
-    assert verdict.tone is Tone.WARN
-    (fact,) = (fact for fact in verdict.facts if fact.startswith("Slices"))
-    assert fact.startswith(
-        f"Slices of {ROUTED} (ctr, certification): 1 of 1 judged beyond the budget of 0.02 %; "
-        "worst country = BR"
-    )
-
-
-def test_a_gain_beside_routes_says_whose_it_is(sample: SampleRun) -> None:
-    data = routed(sample.report)
-    note = stats(data)["Speed over FP32"][1]
-    assert note == f"[2.050, 2.161], measured, of {MAIN}, over gpu-onnxruntime-sm90-fp32"
-    assert "Speed over BF16" not in stats(data), "the main engine is of that plan itself"
 
 
 FP32, SAFE, ALL = (f"cpu-onnxruntime-cpu-{plan}" for plan in ("fp32", "fp8-safe", "fp8-all"))
@@ -273,13 +247,6 @@ def timed(data: ReportData, *latencies: Latency) -> list[list[list[str]]]:
     return [[[cell.text for cell in row] for row in table.rows] for table in tables]
 
 
-def test_the_load_stands_beside_latencies_of_a_busy_host(data: ReportData) -> None:
-    quiet, busy = replace(FIRST, host_load=1.0), replace(FIRST, batch=64, host_load=3.21)
-    ((plain,),) = timed(data, quiet)
-    ((first, second),) = timed(data, quiet, busy)
-    assert (len(first), first[-2], second[-2]) == (len(plain) + 1, "1.0", "3.2")
-
-
 def test_each_place_of_inputs_has_a_table_in_which_a_measurement_stands_once(data: ReportData) -> None:
     there = replace(FIRST, inputs=InputPlace.DEVICE, p50_us=0.5)
     elsewhere = replace(FIRST, batch=64, device="NVIDIA H100 PCIe", counts_for_choice=False)
@@ -291,6 +258,9 @@ def test_each_place_of_inputs_has_a_table_in_which_a_measurement_stands_once(dat
     ]
     assert [row[3] for row in device] == ["0.5 µs"]
     assert timed(data) == []
+    # The load stands beside latencies of a busy host.
+    ((first, second),) = timed(data, replace(FIRST, host_load=1.0), replace(FIRST, batch=64, host_load=3.21))
+    assert (len(first), first[-2], second[-2]) == (len(host[0]) + 1, "1.0", "3.2")
 
 
 def test_what_failed_or_was_left_out_is_listed_with_the_reason(data: ReportData) -> None:

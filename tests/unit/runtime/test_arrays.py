@@ -12,6 +12,7 @@ import numpy as np
 import onnx
 import onnx.parser
 import pytest
+from onnx_text import parsed
 from sample_run import SampleRun
 
 from loka_onnx.bundle.writer import BundleContents, BundleEngine, Expectation, write_bundle
@@ -93,49 +94,68 @@ def test_an_array_of_an_unknown_library_is_answered_by_numpy(engine, seen):
     np.testing.assert_array_equal(answer, engine.infer({"dense": held})["ctr"])
 
 
+def strange(place: Any) -> Any:
+    """An object that does not say where it lies."""
+
+    def device(self: Any) -> Any:
+        if isinstance(place, Exception):
+            raise place
+        return place
+
+    return type("Strange", (), {"__dlpack_device__": device})()
+
+
+ZEROS = torch.zeros(2, 16)
+NOT_TAKEN = (
+    (ZEROS.double(), r"float64\(2, 16\), the model takes float32\(None, 16\)"),
+    (ZEROS[:, :3], r"float32\(2, 3\)"),
+    (torch.zeros(2, 16).requires_grad_(), r"a Tensor cannot be read(?s:.*)detach it"),
+    (ZEROS.tolist(), r"a list is no array(?s:.*)PyTorch, CuPy"),
+    (ZEROS.bfloat16(), r"bfloat16\(2, 16\), the model takes float32"),
+    (ZEROS.bfloat16().T, r"is not in C order(?s:.*)make it contiguous"),
+    (ZEROS.to(torch.float8_e4m3fn), "cannot be read|has a type that NumPy lacks"),
+    (np.ma.masked_array(rows(3), mask=rows(3) > 0), "an array is masked"),
+    *((strange(place), "a Strange is no array") for place in ((1,), 5, ("a", 0), RuntimeError("boom"))),
+)
+
+
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("asked", "message"),
     [
-        (lambda x: x.double(), r"float64\(2, 16\), the model takes float32\(None, 16\)"),
-        (lambda x: x[:, :3], r"float32\(2, 3\)"),
-        (lambda x: x.requires_grad_(), r"a Tensor cannot be read(?s:.*)detach it"),
-        (lambda x: x.tolist(), r"a list is no array(?s:.*)PyTorch, CuPy"),
-        (lambda x: x.bfloat16(), r"bfloat16\(2, 16\), the model takes float32"),
-        (lambda x: x.bfloat16().T, r"is not in C order(?s:.*)make it contiguous"),
-        (lambda x: x.to(torch.float8_e4m3fn), "cannot be read|has a type that NumPy lacks"),
+        *(({"dense": array}, message) for array, message in NOT_TAKEN),
+        *(
+            (asked, "a request is a mapping of names to arrays")
+            for asked in (None, 3, [rows(2)], "x", {"dense"}, rows(1))
+        ),
     ],
 )
-def test_what_is_not_taken_says_why(engine, make, message):
-    with pytest.raises(DataError, match=message):
-        engine.infer({"dense": make(torch.zeros(2, 16))})
+def test_what_is_not_taken_says_why(engine, asked, message):
+    for named in ({}, {"like": np.empty(0)}):
+        with pytest.raises(DataError, match=message):
+            engine.infer(asked, **named)
 
 
 def brain_float(sample: SampleRun, root: Path) -> BundleContents:
-    """A bundle of a model that takes and gives BF16."""
-    text = (
-        '<ir_version: 10, opset_import: ["": 21]> ranker (bfloat16[b,16] dense) => (bfloat16[b,16] ctr)'
-        "{ wide = Cast<to=1>(dense)  half = Mul(wide, wide)  ctr = Cast<to=16>(half) }"
+    """A bundle of a model that takes BF16 and gives its squares."""
+    model = parsed(
+        "wide = Cast<to=1>(dense)  half = Mul(wide, wide)  ctr = Cast<to=16>(half)",
+        inputs="bfloat16[b,16] dense",
+        outputs="bfloat16[b,16] ctr",
     )
     known = sample.contents
     artifact = known.engines[1].artifact
-    (root / artifact.path).parent.mkdir(parents=True)
-    (root / known.model.path).parent.mkdir(parents=True)
-    for path in (artifact.path, known.model.path):
-        onnx.save(onnx.parser.parse_model(text), root / path)
-    digest, size = digest_file(root / artifact.path), (root / artifact.path).stat().st_size
-    values = known.sample["dense"].astype(ml_dtypes.bfloat16)
+    for path in (root / artifact.path, root / known.model.path):
+        path.parent.mkdir(parents=True)
+        onnx.save(model, path)
+    digest, values = digest_file(path), known.sample["dense"].astype(ml_dtypes.bfloat16)
     squares = (values.astype(np.float32) ** 2).astype(ml_dtypes.bfloat16)
     outputs = Expectation({"ctr": squares}, {"ctr": 0.0})
+    inputs, gives = (TensorSpec(name, "bfloat16", (None, 16)) for name in ("dense", "ctr"))
     return replace(
         known,
         root=root,
-        model=replace(
-            known.model,
-            digest=digest,
-            inputs=(TensorSpec("dense", "bfloat16", (None, 16)),),
-            outputs=(TensorSpec("ctr", "bfloat16", (None, 16)),),
-        ),
-        engines=(BundleEngine(replace(artifact, digest=digest, bytes=size), outputs),),
+        model=replace(known.model, digest=digest, inputs=(inputs,), outputs=(gives,)),
+        engines=(BundleEngine(replace(artifact, digest=digest, bytes=path.stat().st_size), outputs),),
         fallback=outputs,
         sample={"dense": values},
     )
@@ -227,12 +247,10 @@ def test_a_request_on_the_device_stays_there(engine, on_device):
     assert OnDevice.streams == [77, 77]
     now = engine.metrics.snapshot()
     assert (now.requests - before.requests, now.host_copies - before.host_copies) == (1, 0)
-
-
-def test_a_request_on_a_device_is_checked_like_any(engine, on_device):
+    # It is checked like any.
     with pytest.raises(DataError, match=r"float32\(3, 4\), the model takes"):
         engine.infer({"dense": torch.zeros(3, 4).as_subclass(OnDevice)})
-    assert on_device.addresses == []
+    assert len(on_device.addresses) == 1
 
 
 def test_an_engine_of_the_host_gets_a_copy_which_is_counted(engine, on_device, monkeypatch):
@@ -243,27 +261,3 @@ def test_an_engine_of_the_host_gets_a_copy_which_is_counted(engine, on_device, m
     np.testing.assert_array_equal(answer, rows(3)[:, :1] * 2)
     assert on_device.addresses == []
     assert engine.metrics.snapshot().host_copies == before + 1
-
-
-def test_a_masked_array_is_refused(engine):
-    with pytest.raises(DataError, match="an array is masked"):
-        engine.infer({"dense": np.ma.masked_array(rows(3), mask=rows(3) > 0)})
-
-
-@pytest.mark.parametrize("request_", [None, 3, [rows(2)], "x", {"dense"}, rows(1)])
-def test_a_request_that_is_no_mapping_is_refused(engine, request_):
-    for named in ({}, {"like": np.empty(0)}):
-        with pytest.raises(DataError, match="a request is a mapping of names to arrays"):
-            engine.infer(request_, **named)
-
-
-@pytest.mark.parametrize("place", [(1,), 5, ("a", 0), RuntimeError("boom")])
-def test_an_object_that_does_not_say_where_it_lies_is_no_array(engine, place):
-    class Strange:
-        def __dlpack_device__(self) -> Any:
-            if isinstance(place, Exception):
-                raise place
-            return place
-
-    with pytest.raises(DataError, match="a Strange is no array"):
-        engine.infer({"dense": Strange()})

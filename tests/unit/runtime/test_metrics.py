@@ -91,20 +91,22 @@ def test_prometheus_reads_the_same_numbers(engine, original):
     # A second engine of the process has a registry of its own, or shares none of its names.
     prometheus.CollectorRegistry().register(load(original).metrics)
     labels = {"engine": engine.entry.id, "batch": "8"}
-    value = registry.get_sample_value
-    assert value("loka_onnx_request_seconds_count", labels) == 2
-    assert value("loka_onnx_request_seconds_bucket", {**labels, "le": "+Inf"}) == 2
+    described = {"engine": engine.entry.id, "backend": "onnxruntime", "plan": "fp32", "architecture": "cpu"}
+    for name, labelled, expected in (
+        ("request_seconds_count", labels, 2),
+        ("request_seconds_bucket", {**labels, "le": "+Inf"}, 2),
+        ("rows_total", labels, 13),
+        ("errors_total", {"kind": "request"}, 1),
+        ("skipped_engines", {"reason": "untrusted"}, 1),
+        ("skipped_engines", {"reason": "version"}, 0),
+        ("fallback", {}, 0),
+        ("running_requests", {}, 0),
+        ("engine_info", described, 1),
+    ):
+        assert registry.get_sample_value(f"loka_onnx_{name}", labelled) == expected, name
     (family,) = (f for f in registry.collect() if f.name == "loka_onnx_request_seconds")
     own = [s for s in family.samples if s.name.endswith("_bucket") and s.labels["batch"] == "8"]
     assert [s.value for s in own] == sorted(s.value for s in own)
-    assert value("loka_onnx_rows_total", labels) == 13
-    assert value("loka_onnx_errors_total", {"kind": "request"}) == 1
-    assert value("loka_onnx_skipped_engines", {"reason": "untrusted"}) == 1
-    assert value("loka_onnx_skipped_engines", {"reason": "version"}) == 0
-    assert value("loka_onnx_fallback") == 0
-    assert value("loka_onnx_running_requests") == 0
-    described = {"engine": engine.entry.id, "backend": "onnxruntime", "plan": "fp32", "architecture": "cpu"}
-    assert value("loka_onnx_engine_info", described) == 1
     assert b"# TYPE loka_onnx_request_seconds histogram" in prometheus.generate_latest(registry)
     # Nothing is in the registry of the process.
     assert b"loka_onnx" not in before + prometheus.generate_latest(prometheus.REGISTRY)

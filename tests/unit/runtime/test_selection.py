@@ -1,6 +1,5 @@
 """Which engine of a bundle is opened, and which one answers a request."""
 
-import dataclasses
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -99,48 +98,34 @@ def test_an_engine_of_integers_runs_on_its_instructions_only(manifest, monkeypat
     cpu = {"backend": "onnxruntime", "architecture": "cpu", "target": "cpu"}
     found = obstacle(entry(manifest, "int8", requires=needed, **cpu), Part.WHOLE, is_trusted=False)
     assert (found is None) == runs
-    assert found is None or (found.cause is Cause.DEVICE and "avx512_vnni" in found.reason)
-
-
-@pytest.fixture
-def opened(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """What was asked of `open_io_binding`."""
-    asked: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(spec, "open_io_binding", lambda *arguments: asked.append(arguments))
-    return asked
-
-
-def untrusted(backend: str, architecture: str) -> Any:
-    return SimpleNamespace(
-        id="e", backend=backend, architecture=architecture, version="1.31.1", path="engine.onnx"
-    )
-
-
-def open_entry(bundle: Path, entry: Any, options: SessionOptions | None) -> None:
-    """As the runtime opens an engine."""
-    get_spec(entry.backend).open(bundle / entry.path, entry.architecture, entry.version, options)
-
-
-def test_a_graph_on_cuda_is_data(opened, tmp_path):
-    cuda = untrusted("onnxruntime", "sm90")
-    assert not is_program(cuda)
-    open_entry(tmp_path, cuda, SessionOptions(threads=3))
-    open_entry(tmp_path, cuda, None)
-    asked = (tmp_path / "engine.onnx", "onnxruntime", "sm90", "1.31.1")
-    assert opened == [(*asked, 3), (*asked, 0)]
+    assert runs or (found.cause is Cause.DEVICE and "avx512_vnni" in found.reason)
 
 
 @pytest.mark.parametrize(
-    ("backend", "architecture"), [("onnxruntime_tensorrt", "sm90"), ("onnxruntime", "gfx942")]
+    ("backend", "architecture", "is_data"),
+    [
+        ("onnxruntime", "sm90", True),
+        ("onnxruntime_tensorrt", "sm90", False),
+        ("onnxruntime", "gfx942", False),
+    ],
 )
-def test_what_a_provider_compiled_is_a_program(backend, architecture, opened, tmp_path):
-    compiled = untrusted(backend, architecture)
-    found = obstacle(compiled, Part.WHOLE, is_trusted=False)
-    assert found is not None and found.cause is Cause.UNTRUSTED
-    assert f"engine of {backend} on {architecture} is a program" in found.reason
-    assert "`trust=True`" in found.reason
-    open_entry(tmp_path, compiled, None)
-    assert opened == [(tmp_path / "engine.onnx", backend, architecture, "1.31.1", 0)]
+def test_a_graph_on_cuda_is_data_and_what_a_provider_compiled_is_a_program(
+    monkeypatch, tmp_path, backend, architecture, is_data
+):
+    asked: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(spec, "open_io_binding", lambda *arguments: asked.append(arguments))
+    entry = SimpleNamespace(
+        id="e", backend=backend, architecture=architecture, version="1.31.1", path="engine.onnx"
+    )
+    assert is_program(entry) is not is_data
+    if not is_data:
+        found = obstacle(entry, Part.WHOLE, is_trusted=False)
+        assert found.cause is Cause.UNTRUSTED
+        assert f"engine of {backend} on {architecture} is a program" in found.reason
+        assert "`trust=True`" in found.reason
+    for options, threads in ((SessionOptions(threads=3), 3), (None, 0)):
+        get_spec(backend).open(tmp_path / entry.path, architecture, entry.version, options)
+        assert asked.pop() == (tmp_path / "engine.onnx", backend, architecture, "1.31.1", threads)
 
 
 FP32, FP8 = 1, 2
@@ -154,11 +139,11 @@ def routed(
     artifacts = [engine.artifact for engine in contents.engines]
     table = tuple(Route(rows, artifacts[place].id, artifacts[place].plan) for rows, place in routes)
     main = artifacts[places[0]]
-    choice = dataclasses.replace(
+    choice = replace(
         contents.choice.targets[0], target=main.target, engine=main.id, plan=main.plan, routes=table
     )
     engines = tuple(contents.engines[place] for place in places)
-    return dataclasses.replace(contents, engines=engines, choice=Choice((choice,)))
+    return replace(contents, engines=engines, choice=Choice((choice,)))
 
 
 @pytest.fixture(scope="module")
@@ -175,7 +160,7 @@ def rows(count: int) -> np.ndarray:
     ("count", "place"), [(1, FP32), (4, FP32), (5, FP8), (64, FP8), (65, FP8), (300, FP8)]
 )
 def test_a_request_goes_to_the_engine_of_the_next_size(sample, bundle, tmp_path, count, place):
-    alone = dataclasses.replace(sample.contents, engines=(sample.contents.engines[place],))
+    alone = replace(sample.contents, engines=(sample.contents.engines[place],))
     expected = load(write_bundle(alone, tmp_path / "alone")).infer({"dense": rows(count)})["ctr"]
     got = load(bundle).infer({"dense": rows(count)})["ctr"]
     np.testing.assert_array_equal(got, expected)
@@ -204,21 +189,20 @@ def test_sizes_of_an_engine_that_does_not_run_here_stay_with_the_main_one(sample
 def made(monkeypatch: pytest.MonkeyPatch) -> list[Engine]:
     """Engines that were made, loaded or not."""
     seen: list[Engine] = []
-
-    class Watched(Engine):
-        def __init__(self, *arguments: Any) -> None:
-            super().__init__(*arguments)
-            seen.append(self)
-
-    monkeypatch.setattr(loading, "Engine", Watched)
+    monkeypatch.setattr(loading, "Engine", lambda *arguments: seen.append(Engine(*arguments)) or seen[-1])
     return seen
 
 
+@pytest.fixture
+def two_sizes(sample: SampleRun, tmp_path: Path) -> Path:
+    """16 rows go to FP32, the main one, and 300 to FP8."""
+    return write_bundle(routed(sample.contents, (16, FP32), (300, FP8)), tmp_path / "bundle")
+
+
 @pytest.mark.parametrize("error", [EngineError, RuntimeError])
-def test_an_engine_that_fails_at_the_size_of_its_route_loses_it(sample, tmp_path, made, sessions, error):
+def test_an_engine_that_fails_at_the_size_of_its_route_loses_it(sample, two_sizes, made, sessions, error):
     sessions.fail_at(300, "fp8-safe", error)
-    place = write_bundle(routed(sample.contents, (16, FP32), (300, FP8)), tmp_path / "bundle")
-    with load(place) as engine:
+    with load(two_sizes) as engine:
         fp32, fp8 = (sample.contents.engines[each].artifact.id for each in (FP32, FP8))
         health = engine.health()
         assert (health.ready, health.engine, health.routes) == (True, fp32, {})
@@ -231,18 +215,16 @@ def test_an_engine_that_fails_at_the_size_of_its_route_loses_it(sample, tmp_path
         assert [each.entry.id for each in made if not each._gate.is_closed] == [fp32]
 
 
-def test_a_main_engine_that_fails_at_its_route_is_passed_over(sample, tmp_path, made, sessions):
+def test_a_main_engine_that_fails_at_its_route_is_passed_over(sample, two_sizes, made, sessions):
     sessions.fail_at(16, "fp32", EngineError)
-    place = write_bundle(routed(sample.contents, (16, FP32), (300, FP8)), tmp_path / "bundle")
-    with load(place) as engine:
+    with load(two_sizes) as engine:
         assert engine.entry.id == sample.contents.engines[FP8].artifact.id
         assert engine.health().ready
         assert [each for each in made if not each._gate.is_closed] == [engine]
 
 
-def test_what_stops_loading_frees_the_engines_that_are_open(sample, tmp_path, made, sessions):
+def test_what_stops_loading_frees_the_engines_that_are_open(two_sizes, made, sessions):
     sessions.fail_at(300, "fp8-safe", KeyboardInterrupt)
-    place = write_bundle(routed(sample.contents, (16, FP32), (300, FP8)), tmp_path / "bundle")
     with pytest.raises(KeyboardInterrupt):
-        load(place)
+        load(two_sizes)
     assert [each._gate.is_closed for each in made] == [True, True]

@@ -1,6 +1,6 @@
 """Every batch size that is served has run before a request comes, and smaller requests are padded to one."""
 
-import dataclasses
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,8 @@ def bundle(sample: SampleRun, tmp_path: Path) -> Path:
     first, fp32, fp8 = sample.contents.engines
     evaluations = sample.report.evaluations.evaluations
     timed = next(each for each in evaluations if each.engine == fp32.artifact.id and each.latencies)
-    engines = (first, dataclasses.replace(fp32, evaluation=timed), fp8)
-    return write_bundle(dataclasses.replace(sample.contents, engines=engines), tmp_path / "bundle")
+    engines = (first, replace(fp32, evaluation=timed), fp8)
+    return write_bundle(replace(sample.contents, engines=engines), tmp_path / "bundle")
 
 
 def test_sizes_that_were_timed_are_run_before_the_engine_is_ready(bundle, sessions):

@@ -95,14 +95,12 @@ def test_the_client_reads_our_answers(dtype, data, binary):
 
 def test_the_metadata_names_types_and_dynamic_sizes():
     model = card(TensorSpec("ids", "int64", (None, 26)), TensorSpec("flag", "bool", (None, None)))
+    inputs = (("ids", "INT64", [-1, 26]), ("flag", "BOOL", [-1, -1]))
     assert model.metadata() == {
         "name": "ranker",
         "versions": ["1"],
         "platform": "onnxruntime_onnx",
-        "inputs": [
-            {"name": "ids", "datatype": "INT64", "shape": [-1, 26]},
-            {"name": "flag", "datatype": "BOOL", "shape": [-1, -1]},
-        ],
+        "inputs": [{"name": name, "datatype": kind, "shape": shape} for name, kind, shape in inputs],
         "outputs": [{"name": "ctr", "datatype": "FP32", "shape": [-1, 1]}],
     }
 
@@ -122,18 +120,12 @@ def document(*tensors: Any, **more: Any) -> bytes:
     return json.dumps({"inputs": list(tensors), **more}).encode()
 
 
-def test_data_may_be_nested_as_the_shape_is():
-    nested = tensor(shape=[2, 3], data=[[1, 2, 3], [4, 5, 6]])
-    value = read_request(document(nested), None, card()).inputs["dense"]
-    np.testing.assert_array_equal(value, np.array([[1, 2, 3], [4, 5, 6]], np.float32))
-
-
-def test_unknown_keys_and_parameters_are_ignored():
-    body = document(
-        tensor(parameters={"mine": 1}), model_name="ranker", parameters={"priority": 3, "x": "y"}, outputs=[]
-    )
+def test_unknown_keys_and_parameters_are_ignored_and_data_may_be_nested_as_the_shape_is():
+    nested = tensor(parameters={"mine": 1}, shape=[2, 3], data=[[1, 2, 3], [4, 5, 6]])
+    body = document(nested, model_name="ranker", parameters={"priority": 3, "x": "y"}, outputs=[])
     request = read_request(body, None, card())
     assert (request.id, request.outputs) == (None, {"ctr": False})
+    np.testing.assert_array_equal(request.inputs["dense"], np.array([[1, 2, 3], [4, 5, 6]], np.float32))
 
 
 @pytest.mark.parametrize("binary", [True, False])
@@ -166,7 +158,6 @@ BAD = {
     "not JSON": (b"{'inputs': 1}", "the request cannot be read as JSON"),
     "cut": (document(tensor())[:-2], "the request cannot be read as JSON"),
     "not UTF-8": (b'{"id": "\xff"}', "can't decode byte 0xff"),
-    "UTF-16": ("{}".encode("utf-16"), "the request cannot be read as JSON"),
     "NaN": (one(data=[1, 2, math.nan]), "NaN is not JSON; send it as binary data"),
     "infinity": (one(data=[1, 2, -math.inf]), "-Infinity is not JSON"),
     "deep": (b'{"inputs":' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested too deeply"),
@@ -202,21 +193,14 @@ BAD = {
     "strings": (one(data=["1", "2", "3"]), "an element is no FP32\n  evidence: it is '1'"),
     "null": (one(data=[1, None, 3]), "an element is no FP32\n  evidence: it is None"),
     "bools": (one(data=[1, True, 3]), "an element is no FP32\n  evidence: it is True"),
-    "1e39": (one(data=[1, 1e39, 3]), "an element is too large for FP32"),
     "1e999": (one(data=[1, 2]).replace(b"1, 2", b"1, 1e999, 3"), "an element is too large for FP32"),
     "an integer of 400 digits": (one(data=[1, 10**400, 3]), "an element is too large for FP32"),
     "parameters of a list": (more(parameters=[1]), "`parameters` is not an object"),
-    "binary_data_output of 1": (
-        more(parameters={"binary_data_output": 1}),
-        "`binary_data_output` is not true or",
-    ),
+    "a flag of 1": (more(parameters={"binary_data_output": 1}), "`binary_data_output` is not true or"),
     "unknown output": (more(outputs=[{"name": "x"}]), "the model has no output 'x'"),
     "an output twice": (more(outputs=[{"name": "ctr"}] * 2), "'ctr' is asked for twice"),
     "outputs of an object": (more(outputs={"name": "ctr"}), "`outputs` is not an array"),
-    "shared memory": (
-        one(data=..., parameters={"shared_memory_region": "r"}),
-        "not do `shared_memory_region`",
-    ),
+    "shared memory": (one(data=..., parameters={"shared_memory_region": "r"}), "`shared_memory_region`"),
     "classes": (more(outputs=[CLASSES]), "this server does not do `classification`"),
     "bytes that are not there": (sized(12, b"")[0], "the body ends before its data"),
     "cut bytes": (sized(12, b"\0" * 11), "it needs 12 bytes behind the JSON, there are 11"),
@@ -228,7 +212,6 @@ BAD = {
     "a number of bytes that is true": (sized(True, b"\0" * 12), "it is True"),
     "both": (sized(12, b"\0" * 12, data=[1, 2, 3]), "both `data` and `binary_data_size`"),
     "a header longer than the body": ((one(), len(one()) + 1), "larger than the body"),
-    "a header that is cut": ((one(), len(one()) - 1), "the request cannot be read as JSON"),
 }
 
 
@@ -251,14 +234,16 @@ def test_a_bad_request_is_refused_with_its_reason(name):
         ("int64", [1, 2, 3.0], "an element is no INT64"),
         ("int64", [1, 2, False], "an element is no INT64"),
         ("bool", [1, 0, 1], "an element is no BOOL"),
+        ("bool", b"\1\2\0", "a BOOL is a byte of 0 or 1\n  evidence: a byte is 2"),
         ("float16", [1, 2, 65520.0], "too large for FP16"),
         ("bfloat16", [1, 2, 3], "JSON cannot hold BF16 exactly"),
     ],
 )
-def test_json_elements_that_a_type_cannot_hold(dtype, data, message):
-    body = document(tensor(datatype=NAMES[dtype], data=data))
+def test_elements_that_a_type_cannot_hold(dtype, data, message):
+    kind = NAMES[dtype]
+    sent = sized(3, data, datatype=kind) if isinstance(data, bytes) else (one(datatype=kind, data=data), None)
     with pytest.raises(DataError, match=message):
-        read_request(body, None, card(TensorSpec("dense", dtype, (None, 3))))
+        read_request(*sent, card(TensorSpec("dense", dtype, (None, 3))))
 
 
 @pytest.mark.parametrize("shape", [[0, 10**30], [2**62, 0], [0, 2**31, 2**31]])
@@ -269,23 +254,15 @@ def test_an_empty_shape_that_numpy_cannot_have_is_refused(shape, more):
         read_request(document(tensor(shape=shape, **more)), None, card(spec))
 
 
-def test_a_bool_byte_is_0_or_1():
-    with pytest.raises(DataError, match="a BOOL is a byte of 0 or 1\n  evidence: a byte is 2"):
-        read_request(*sized(3, b"\1\2\0", datatype="BOOL"), card(TensorSpec("dense", "bool", (None, 3))))
-
-
-def test_nan_goes_out_as_bytes_and_not_as_json():
+def test_nan_goes_out_as_bytes_and_not_as_json_and_bf16_in_json_is_exact():
     value = np.array([[np.nan], [1]], np.float32)
     request = InferRequest(None, {}, {"ctr": False})
     with pytest.raises(DataError, match="JSON cannot hold output 'ctr'\n  evidence: 1 of its 2 elements"):
         write_answer(request, {"ctr": value}, card())
     answer, _ = write_answer(InferRequest(None, {}, {"ctr": True}), {"ctr": value}, card())
     assert answer.endswith(value.tobytes())
-
-
-def test_bf16_in_json_is_exact():
-    value = np.array([[0.1], [3.0]], ml_dtypes.bfloat16)
     model = Card("m", "1", "p", (), (TensorSpec("y", "bfloat16", (None, 1)),))
+    value = np.array([[0.1], [3.0]], ml_dtypes.bfloat16)
     answer, _ = write_answer(InferRequest(None, {}, {"y": False}), {"y": value}, model)
     assert json.loads(answer)["outputs"][0]["data"] == [0.10009765625, 3.0]
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto as T
-from onnx import helper as h
-from onnx import numpy_helper as nh
+from onnx_text import parsed
 
 from loka_onnx.bundle.writer import BundleContents, BundleEngine, Expectation, write_bundle
 from loka_onnx.core.artifact import ModelArtifact, OutputKind, OutputSpec, TensorSpec
@@ -96,32 +94,21 @@ INPUTS = {"dense": tuple(f"d{i}" for i in range(WIDTH))}
 
 def write_model(path: Path, weights: Weights, outputs: Sequence[str] = OUTPUTS, width: int = WIDTH) -> Path:
     """dense (B, 4) and item (B,) to the named outputs, each (B,)."""
-    heads = np.concatenate([weights.heads[:1].repeat(width - WIDTH, axis=0), weights.heads]).astype(
-        np.float32
-    )
-    nodes = [
-        h.make_node("Gather", ["table", "item"], ["found"], "lookup"),
-        h.make_node("Concat", ["dense", "found"], ["joined"], "join", axis=1),
-        h.make_node("Gemm", ["joined", "heads", "bias"], ["scores"], "heads"),
-        h.make_node("Split", ["scores"], ["s0", "s1", "s2"], "split", axis=1, num_outputs=3),
-        h.make_node("Squeeze", ["s0", "one"], ["ctr"], "squeeze0"),
-        h.make_node("Squeeze", ["s1", "one"], ["logit"], "squeeze1"),
-        h.make_node("Sigmoid", ["logit"], ["cvr"], "sigmoid"),
-        h.make_node("Squeeze", ["s2", "one"], ["spend"], "squeeze2"),
-    ]
-    held = {"table": weights.table, "heads": heads, "bias": weights.bias, "one": np.array([1])}
-    graph = h.make_graph(
-        nodes,
-        "ranker",
-        [
-            h.make_tensor_value_info("dense", T.FLOAT, ["batch", width]),
-            h.make_tensor_value_info("item", T.INT64, ["batch"]),
-        ],
-        [h.make_tensor_value_info(name, T.FLOAT, ["batch"]) for name in outputs],
-        [nh.from_array(value, name) for name, value in held.items()],
+    model = parsed(
+        "found = Gather(table, item)  joined = Concat<axis=1>(dense, found)"
+        " scores = Gemm(joined, heads, bias)  s0, s1, s2 = Split<axis=1, num_outputs=3>(scores)"
+        " ctr = Squeeze(s0, one)  logit = Squeeze(s1, one)  cvr = Sigmoid(logit)  spend = Squeeze(s2, one)",
+        {
+            "table": weights.table,
+            "heads": np.concatenate([weights.heads[:1].repeat(width - WIDTH, axis=0), weights.heads]),
+            "bias": weights.bias,
+            "one": np.array([1]),
+        },
+        inputs=f"float[batch,{width}] dense, int64[batch] item",
+        outputs=", ".join(f"float[batch] {name}" for name in outputs),
     )
     path.parent.mkdir(parents=True, exist_ok=True)
-    onnx.save(h.make_model(graph, opset_imports=[h.make_opsetid("", 21)], ir_version=10), path)
+    onnx.save(model, path)
     return path
 
 
@@ -142,29 +129,17 @@ def write_deployment(  # noqa: PLR0917
     model = write_model(root / "model.onnx", exported or next(iter(plans.values())))
     digest = digest_file(model)
     sample = {"dense": np.ones((2, WIDTH), np.float32) / 8, "item": np.zeros(2, np.int64)}
-    for plan, weights in plans.items():
-        write_model(root / "engines" / f"{plan}.onnx", weights)
-    artifacts = {plan: artifact_of(root, plan) for plan in plans}
-    engines = tuple(
-        BundleEngine(replace(a, backend=backend), _expected(root / str(a.path), sample), _evaluation(a))
-        for a in artifacts.values()
-    )
-    main = next(iter(artifacts.values()))
-    table = tuple(Route(rows, artifacts[plan].id, plan) for rows, plan in (routes or {}).items())
+    engines = {plan: _engine(root, plan, weights, sample, backend) for plan, weights in plans.items()}
+    main = next(iter(engines.values())).artifact
+    table = tuple(Route(rows, engines[plan].artifact.id, plan) for rows, plan in (routes or {}).items())
+    inputs = (TensorSpec("dense", "float32", (None, WIDTH)), TensorSpec("item", "int64", (None,)))
+    outputs = tuple(TensorSpec(name, "float32", (None,)) for name in OUTPUTS)
     contents = BundleContents(
         root=root,
-        model=ModelArtifact(
-            Path("model.onnx"),
-            digest,
-            21,
-            (TensorSpec("dense", "float32", (None, WIDTH)), TensorSpec("item", "int64", (None,))),
-            tuple(TensorSpec(name, "float32", (None,)) for name in OUTPUTS),
-            (),
-            "test",
-        ),
+        model=ModelArtifact(Path("model.onnx"), digest, 21, inputs, outputs, (), "test"),
         judged=judged,
         batch=batch,
-        engines=engines,
+        engines=tuple(engines.values()),
         fallback=_expected(model, sample),
         sample=sample,
         plans=PlanSet(tuple(PrecisionPlan(p, digest, Precision.FP32, (), {}, 0.0) for p in plans)),
@@ -176,25 +151,24 @@ def write_deployment(  # noqa: PLR0917
     return write_bundle(contents, root / "bundle")
 
 
-def artifact_of(root: Path, plan: str) -> EngineArtifact:
-    """The engine that `write_deployment` made of a plan."""
-    path = root / "engines" / f"{plan}.onnx"
+def _engine(
+    root: Path, plan: str, weights: Weights, sample: Mapping[str, np.ndarray], backend: str
+) -> BundleEngine:
+    path = write_model(root / "engines" / f"{plan}.onnx", weights)
     file = (path.relative_to(root), path.stat().st_size, digest_file(path))
-    return EngineArtifact(
-        "onnxruntime", plan, "cpu", "cpu", BuildStatus.READY, False, *file, "1.31.1", (), build_seconds=0.0
+    artifact = EngineArtifact(
+        backend, plan, "cpu", "cpu", BuildStatus.READY, False, *file, "1.31.1", (), build_seconds=0.0
     )
+    timed = tuple(Latency(batch, 9.0, 9.5, 10.0, 50, "cpu", True) for batch in (8, 32))
+    evaluation = Evaluation(
+        artifact.id, "onnxruntime", plan, "cpu", "certification", 0, (), timed, "measured"
+    )
+    return BundleEngine(artifact, _expected(path, sample), evaluation)
 
 
 def _expected(model: Path, sample: Mapping[str, np.ndarray]) -> Expectation:
     outputs = OnnxSession(model, SessionOptions(threads=1)).run(sample)
     return Expectation(outputs, dict.fromkeys(outputs, 1e-4))
-
-
-def _evaluation(artifact: EngineArtifact) -> Evaluation:
-    timed = tuple(Latency(batch, 9.0, 9.5, 10.0, 50, "cpu", True) for batch in (8, 32))
-    return Evaluation(
-        artifact.id, "onnxruntime", artifact.plan, "cpu", "certification", 0, (), timed, "measured"
-    )
 
 
 @dataclass(frozen=True)

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import onnx
 import pytest
-from compared_deployments import (
-    BY,
-    ends,
-    make_weights,
-    options,
-    refused,
-    write_deployment,
-    write_model,
-)
+from compared_deployments import BY, ends, make_weights, options, refused, write_deployment, write_model
 from onnx import helper, numpy_helper
 from scipy import stats
 
@@ -27,7 +19,7 @@ from loka_onnx.core.manifest import BatchRange
 from loka_onnx.errors import BundleInvalid, ConfigError, DataError, EngineError, EvaluationError
 from loka_onnx.operations.compare import deployments
 from loka_onnx.operations.compare.deployments import compare
-from loka_onnx.operations.compare.difference import Difference, Row
+from loka_onnx.operations.compare.difference import Difference
 from loka_onnx.sessions.onnx_session import OnnxSession
 
 
@@ -38,10 +30,6 @@ def sizes(found: Difference) -> list[tuple[str, str]]:
         for section in found.sections
         if section.name == "accuracy"
     ]
-
-
-def times(found: Difference) -> tuple[Row, ...]:
-    return tuple(item for item in found.rows("latency") if item.verdict is not None)
 
 
 def write_fixed(path: Path) -> Path:
@@ -111,12 +99,19 @@ def test_an_error_says_which_side_it_is(place, tmp_path):
     broken = write_deployment(tmp_path / "broken", {"fp32": make_weights()})
     (broken / "plans.json").write_text("{}")
     (tmp_path / "some.loka").write_bytes(b"not a bundle")
+    smaller = write_model(tmp_path / "small.onnx", make_weights(items=6))
     for kind, pair, what in (
         (ConfigError, (place.a, tmp_path / "nowhere"), "B is not there"),
         (BundleInvalid, (place.a, broken), "B: file 'plans.json' has another size"),
         (BundleInvalid, (tmp_path / "some.loka", place.b), "A: "),
+        # Ids must be in the tables of both.
+        (DataError, (place.a, smaller), "column 'item'"),
+        (DataError, (smaller, place.a), "column 'item'"),
     ):
-        assert what in refused(kind, *pair, place.rows, options()).what
+        assert what in str(refused(kind, *pair, place.rows, options()))
+    programs = write_deployment(tmp_path / "c", {"fp32": make_weights()}, backend="tensorrt")
+    _, engine, passed = compare(place.a, programs, place.rows, options()).b.facts
+    assert "the FP32 fallback" in engine and passed.startswith("not used: cpu-tensorrt")
 
 
 def test_answers_that_are_not_finite_name_the_side(place, tmp_path):
@@ -127,18 +122,6 @@ def test_answers_that_are_not_finite_name_the_side(place, tmp_path):
     assert refused(EvaluationError, plain, nan, place.rows, options()).code == "E1604"
     error = refused(EvaluationError, place.a, nan, place.rows, options())
     assert error.where == f"B ('{nan}') as the candidate, A ('{place.a}') as the reference"
-
-
-def test_ids_must_be_in_the_tables_of_both(place, tmp_path):
-    smaller = write_model(tmp_path / "small.onnx", make_weights(items=6))
-    for pair in ((place.a, smaller), (smaller, place.a)):
-        assert "column 'item'" in str(refused(DataError, *pair, place.rows, options()))
-
-
-def test_programs_that_nobody_vouches_for_are_passed_over_and_that_is_said(place, tmp_path):
-    programs = write_deployment(tmp_path / "c", {"fp32": make_weights()}, backend="tensorrt")
-    _, engine, passed = compare(place.a, programs, place.rows, options()).b.facts
-    assert "the FP32 fallback" in engine and passed.startswith("not used: cpu-tensorrt")
 
 
 # Engines by the rows of a request ------------------------------------------------------------------
@@ -175,8 +158,7 @@ def test_each_pair_of_engines_is_judged_in_requests_that_it_answers(place, tmp_p
 
 @pytest.mark.slow
 def test_both_are_timed_in_turns_at_the_sizes_that_they_record(place, monkeypatch):
-    loads = []
-    measure = deployments.measure_interleaved
+    loads, measure = [], deployments.measure_interleaved
 
     def recorded(*args: object, **kwargs: object) -> object:
         loads.append(measure(*args, **kwargs))  # type: ignore[arg-type]
@@ -194,23 +176,9 @@ def test_both_are_timed_in_turns_at_the_sizes_that_they_record(place, monkeypatc
         a_us, b_us = (np.array([latency.least_us[0] for latency in side]) for side in both)
         parts = np.log(b_us) - np.log(a_us)
         half = stats.t.ppf(0.975, 5) * parts.std(ddof=1) / np.sqrt(6)
-        assert item.before is not None and item.after is not None and item.verdict is not None
-        ratio, lower, upper = item.verdict.numbers
-        assert ratio == pytest.approx(np.exp(parts.mean()), rel=1e-9)
-        assert lower == pytest.approx(np.exp(parts.mean() - half), rel=1e-9)
-        assert upper == pytest.approx(np.exp(parts.mean() + half), rel=1e-9)
-    assert overall.verdict is not None and len(overall.verdict.numbers) == 3
-
-
-def test_one_load_has_no_interval(place):
-    once = dataclasses.replace(options(latency=True, batches=(8, 32)), loads=1)
-    few = times(compare(place.a, place.b, place.rows, once))
-    assert [item.what for item in few] == ["batch 8", "batch 32", "over all, per row"]
-    for item in few:
-        assert item.verdict is not None and len(item.verdict.numbers) == 1
-        assert item.verdict.text.endswith("; too few loads for an interval")
-    with pytest.raises(ConfigError, match="to be timed, deployments are loaded"):
-        dataclasses.replace(once, loads=0)
+        expected = np.exp([parts.mean(), parts.mean() - half, parts.mean() + half])
+        assert item.verdict.numbers == pytest.approx(expected, rel=1e-9)
+    assert len(overall.verdict.numbers) == 3
 
 
 @pytest.mark.parametrize(
@@ -226,8 +194,18 @@ def test_one_load_has_no_interval(place):
 def test_a_side_is_faster_or_slower_beyond_noise_only(lower, upper, pace):
     value = (lower + upper) / 2
     item = deployments._latency_row("batch 8", Interval(value, lower, upper, 0.95, 6))
-    assert item.verdict is not None
     assert item.verdict.text == f"×{value:.3f} [{lower:.3f}, {upper:.3f}]; {pace}"
+
+
+def test_one_load_has_no_interval(place):
+    once = replace(options(latency=True, batches=(8, 32)), loads=1)
+    few = [item for item in compare(place.a, place.b, place.rows, once).rows("latency") if item.verdict]
+    assert [item.what for item in few] == ["batch 8", "batch 32", "over all, per row"]
+    for item in few:
+        assert len(item.verdict.numbers) == 1
+        assert item.verdict.text.endswith("; too few loads for an interval")
+    with pytest.raises(ConfigError, match="to be timed, deployments are loaded"):
+        replace(once, loads=0)
 
 
 @pytest.mark.slow
@@ -235,13 +213,12 @@ def test_a_side_that_fails_while_it_is_timed_is_an_error(place, tmp_path):
     """It answers 3000 rows, which accuracy is judged on, and no 4."""
     path = write_model(tmp_path / "eights.onnx", make_weights())
     model = onnx.load(path)
-    model.graph.initializer.append(numpy_helper.from_array(np.array([-1, 8, 3]), "eights"))
-    model.graph.initializer.append(numpy_helper.from_array(np.array([-1, 3]), "rows"))
-    gemm = next(node for node in model.graph.node if node.op_type == "Gemm")
-    gemm.output[0] = "raw"
-    after = list(model.graph.node).index(gemm) + 1
-    model.graph.node.insert(after, helper.make_node("Reshape", ["raw", "eights"], ["in8"], "in8"))
-    model.graph.node.insert(after + 1, helper.make_node("Reshape", ["in8", "rows"], ["scores"], "out8"))
+    for name, shape in (("eights", [-1, 8, 3]), ("rows", [-1, 3])):
+        model.graph.initializer.append(numpy_helper.from_array(np.array(shape), name))
+    gemm = next(place for place, node in enumerate(model.graph.node) if node.op_type == "Gemm")
+    model.graph.node[gemm].output[0] = "raw"
+    model.graph.node.insert(gemm + 1, helper.make_node("Reshape", ["raw", "eights"], ["in8"]))
+    model.graph.node.insert(gemm + 2, helper.make_node("Reshape", ["in8", "rows"], ["scores"]))
     onnx.save(model, path)
     found = compare(place.a, path, place.rows, options(latency=True, batches=(4, 8), budget=0.1))
     assert set(found.failures) == {"B"}
@@ -258,12 +235,11 @@ def test_a_bundle_that_is_loaded_again_answers_with_the_same_engines_by_size(pla
     routed = write_deployment(
         tmp_path / "routed", {"other": weights.moved(BY), "fp32": weights}, {16: "fp32", 512: "other"}
     )
-    loads = list[str]()
-    opened = OnnxSession.__init__
+    loads, opened = list[Path](), OnnxSession.__init__
 
     def fail_later(self: OnnxSession, path: Path, *args: object, **kwargs: object) -> None:
         if "fp32" in str(path):
-            loads.append(str(path))
+            loads.append(path)
             if len(loads) > 1:
                 raise EngineError("the device is out of memory")
         opened(self, path, *args, **kwargs)  # type: ignore[arg-type]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any
+from dataclasses import replace
 
 import pytest
 from changed_run import with_latencies, with_outputs, with_plans, with_target
@@ -47,39 +46,32 @@ def places(found: Difference) -> set[str]:
 
 def on_two(data: ReportData, *plans: str) -> ReportData:
     """Engines for two architectures of the RTX; the plans are those emitted for sm89 and for sm120."""
-    old = next(e for e in data.engines if e.target == "rtx")
-    architectures = ("sm89", "sm120")
-    engines = [
-        dataclasses.replace(old, architecture=architecture, plan=plan)
-        for architecture in architectures
-        for plan in dict.fromkeys((*plans, "fp32", "fp8-safe"))
-    ]
     cpu, rtx = data.choice.targets
-    choices = []
-    for architecture, plan in zip(architectures, plans, strict=True):
-        mine = [e for e in engines if e.architecture == architecture]
-        (emitted,) = [e for e in mine if e.plan == plan]
-        losers = tuple(Rejection(e.id, Why.NOT_RUN, "not run") for e in mine if e is not emitted)
-        choices.append(dataclasses.replace(rtx, engine=emitted.id, plan=plan, losers=losers))
-    others = tuple(e for e in data.engines if e.target != "rtx")
-    return dataclasses.replace(data, engines=(*others, *engines), choice=Choice((cpu, *choices)))
+    (old,) = (e for e in data.engines if e.target == "rtx")
+    engines, choices = [e for e in data.engines if e is not old], [cpu]
+    for architecture, plan in zip(("sm89", "sm120"), plans, strict=True):
+        others = {*plans, "fp32", "fp8-safe"} - {plan}
+        emitted, *mine = (replace(old, architecture=architecture, plan=p) for p in (plan, *sorted(others)))
+        losers = tuple(Rejection(e.id, Why.NOT_RUN, "not run") for e in mine)
+        choices.append(replace(rtx, engine=emitted.id, plan=plan, losers=losers))
+        engines += [emitted, *mine]
+    return replace(data, engines=tuple(engines), choice=Choice(tuple(choices)))
 
 
 def test_each_architecture_of_a_target_is_compared(tmp_path, run):
     before = on_two(run, "fp8-safe", "fp8-safe")
     found = compared(tmp_path / "a", before, on_two(run, "fp8-safe", "fp32"))
     assert changes(found) == {"cpu": "the same", "rtx (sm89)": "the same", "rtx (sm120)": "changed"}
-    assert texts(named(found, "engines", "rtx (sm120)"))[:2] == (
-        "rtx-tensorrt_rtx-sm120-fp8-safe (plan fp8-safe)",
-        "rtx-tensorrt_rtx-sm120-fp32 (plan fp32)",
+    assert texts(named(found, "engines", "rtx (sm120)"))[:2] == tuple(
+        f"rtx-tensorrt_rtx-sm120-{plan} (plan {plan})" for plan in ("fp8-safe", "fp32")
     )
     assert "emitted for rtx (sm120)" in places(found)
 
     # By architecture and not by their order; a target that was one piece of hardware is one of the two.
     cpu, sm89, sm120 = before.choice.targets
-    turned = dataclasses.replace(before, choice=Choice((cpu, sm120, sm89)))
+    turned = replace(before, choice=Choice((cpu, sm120, sm89)))
     assert set(changes(compared(tmp_path / "b", before, turned)).values()) == {"the same"}
-    grown = compared(tmp_path / "c", dataclasses.replace(before, choice=Choice((cpu, sm120))), before)
+    grown = compared(tmp_path / "c", replace(before, choice=Choice((cpu, sm120))), before)
     assert changes(grown) == {"cpu": "the same", "rtx (sm120)": "the same", "rtx (sm89)": "appeared"}
 
 
@@ -124,12 +116,10 @@ SMALL = [(8, FP32, "fp32"), (64, SAFE, "fp8-safe")]
     ],
 )
 def test_a_route_table_is_what_it_does_to_requests(tmp_path, run, now, change):
-    assert changes(compared(tmp_path, routed(run, *SMALL), routed(run, *now)))["cpu"] == change
-
-
-def test_the_cost_of_an_engine_that_takes_some_requests_only_counts(tmp_path, run):
     before = routed(run, *SMALL)
-    after = with_outputs(before, lambda o: dataclasses.replace(o, budget_status="beyond"), engine=SAFE)
+    assert changes(compared(tmp_path, before, routed(run, *now)))["cpu"] == change
+    # The cost of an engine that takes some requests only counts.
+    after = with_outputs(before, lambda o: replace(o, budget_status="beyond"), engine=SAFE)
     assert tone(compared(tmp_path, before, after)) is Tone.BAD
 
 
@@ -140,7 +130,7 @@ def in_parts(data: ReportData, spread: float) -> ReportData:
     """Latencies whose ten loads spread by a fraction of the median."""
     shifts = [1 + spread * (place - 4.5) / 4.5 for place in range(10)]
     return with_latencies(
-        data, lambda item: dataclasses.replace(item, loads_us=tuple(item.p50_us * shift for shift in shifts))
+        data, lambda item: replace(item, loads_us=tuple(item.p50_us * shift for shift in shifts))
     )
 
 
@@ -166,16 +156,16 @@ def test_an_engine_that_takes_longer_than_noise_is_not_green(tmp_path, run, fact
 
 def without(data: ReportData, split: str) -> ReportData:
     kept = tuple(e for e in data.evaluations.evaluations if e.split != split)
-    return dataclasses.replace(data, evaluations=EvaluationSet(kept))
+    return replace(data, evaluations=EvaluationSet(kept))
 
 
 def on_other_rows(data: ReportData) -> ReportData:
-    splits = tuple(dataclasses.replace(s, digest="e" * 64) for s in data.data.splits)
-    return dataclasses.replace(data, data=dataclasses.replace(data.data, splits=splits))
+    splits = tuple(replace(s, digest="e" * 64) for s in data.data.splits)
+    return replace(data, data=replace(data.data, splits=splits))
 
 
 def of_another_model(data: ReportData) -> ReportData:
-    return dataclasses.replace(data, exported=dataclasses.replace(data.exported, digest="f" * 64))
+    return replace(data, exported=replace(data.exported, digest="f" * 64))
 
 
 def test_green_is_only_what_is_seen_to_hold(tmp_path, run):
@@ -212,28 +202,20 @@ def test_a_cost_is_worse_for_certain_on_the_same_rows_and_model_only(tmp_path, r
 
 def test_sites_are_alike_only_where_nothing_of_them_differs(tmp_path, run):
     assert not compared(tmp_path / "same", run, run).rows("sites")
-
-    def with_decisions(*decisions: Any) -> ReportData:
-        changed = dataclasses.replace(plan, decisions=decisions)
-        return with_plans(run, plans=tuple(changed if p is plan else p for p in run.plans.plans))
-
-    # A plan without FP8 in either run.
+    # A plan without FP8 in either run: another verdict, and a site that it says nothing of any more.
     plan = run.plan("fp32")
-    assert plan is not None and not plan.fp8_sites
     first, *rest = plan.decisions
-    unsafe = with_decisions(dataclasses.replace(first, verdict=Verdict.UNSAFE), *rest)
-    (item,) = compared(tmp_path / "plan", run, unsafe).rows("sites")
-    assert item.what == f"plan fp32 · {first.site}"
-
-    # A plan that says nothing of a site any more.
-    (item,) = compared(tmp_path / "silent", run, with_decisions(*rest)).rows("sites")
-    assert texts(item)[1] == "not decided"
-
+    for decisions, now in (
+        ((replace(first, verdict=Verdict.UNSAFE), *rest), "fp32, unsafe"),
+        (rest, "not decided"),
+    ):
+        changed = replace(plan, decisions=tuple(decisions))
+        after = with_plans(run, plans=tuple(changed if p is plan else p for p in run.plans.plans))
+        (item,) = compared(tmp_path / now, run, after).rows("sites")
+        assert (item.what, texts(item)[1]) == (f"plan fp32 · {first.site}", now)
     # Another width under the same name.
     site, *others = run.modified.sites
-    wider = dataclasses.replace(site, n=2 * site.n)
-    modified = dataclasses.replace(run.modified, sites=(wider, *others))
-    (item,) = compared(tmp_path / "wider", run, dataclasses.replace(run, modified=modified)).rows("sites")
-    assert item.what == wider.name
-    assert item.before is not None and item.after is not None
-    assert item.before.numbers[-1] * 2 == item.after.numbers[-1] == wider.n
+    wider = replace(run.modified, sites=(replace(site, n=2 * site.n), *others))
+    (item,) = compared(tmp_path / "wider", run, replace(run, modified=wider)).rows("sites")
+    assert item.what == site.name
+    assert item.before.numbers[-1] * 2 == item.after.numbers[-1] == 2 * site.n

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ def slower(data: ReportData, factor: float, device: str = "cpu") -> ReportData:
 
     def changed(item: Latency) -> Latency:
         loads = tuple(part * factor for part in item.loads_us)
-        return dataclasses.replace(item, p50_us=item.p50_us * factor, loads_us=loads, device=device)
+        return replace(item, p50_us=item.p50_us * factor, loads_us=loads, device=device)
 
     return with_latencies(data, changed)
 

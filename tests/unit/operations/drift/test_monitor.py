@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -78,25 +79,31 @@ def test_the_metrics_of_a_change(monitor):
     assert report is not None
     tensor = next(t for t in report.tensors if t.tensor == "x")
     site = next(s for s in report.sites if s.site == "left")
-    assert found["loka_onnx_monitor_rows_fed_total",] == len(x)
-    assert found["loka_onnx_monitor_rows_sampled_total",] == len(x) - 1
-    assert found["loka_onnx_monitor_rows_rejected_total",] == 1
-    assert found["loka_onnx_monitor_batches_total",] == found["loka_onnx_window_batches",] == 16
+    elements = 16 * BATCH * 16
+    for name, expected in {
+        ("monitor_rows_fed_total",): len(x),
+        ("monitor_rows_sampled_total",): len(x) - 1,
+        ("monitor_rows_rejected_total",): 1,
+        ("monitor_batches_total",): 16,
+        ("window_batches",): 16,
+        ("window_judged",): 1,
+        ("drift_alarms",): len(report.alarms),
+        ("tensor_rms_ratio", "x"): pytest.approx(1 + tensor.effect("rms")),
+        ("tensor_range_ratio", "x"): tensor.range.growth,
+        ("tensor_stability_index", "x"): tensor.stability_index,
+        ("tensor_batches_beyond_total", "x"): tensor.range.beyond,
+        ("column_rms_ratio", NAMES[3], "x"): pytest.approx(2.8, rel=0.1),
+        ("column_mean_shift", NAMES[4], "x"): pytest.approx(0, abs=0.2),
+        ("site_saturated_share", "left"): site.live_saturated,
+        ("site_noise_ratio", "left"): site.live_noise / site.profile_noise,
+        ("site_activation_elements_total", "left"): elements,
+        ("site_saturated_elements_total", "left"): pytest.approx(elements * site.live_saturated),
+    }.items():
+        assert found[f"loka_onnx_{name[0]}", *name[1:]] == expected, name
     assert found["loka_onnx_monitor_cpu_seconds_total",] > 0
-    assert found["loka_onnx_window_judged",] == 1
-    assert found["loka_onnx_drift_alarms",] == len(report.alarms) > 3
     assert found["loka_onnx_drift_alarm", "column", "x"] > 1
-    assert found["loka_onnx_tensor_rms_ratio", "x"] == pytest.approx(1 + tensor.effect("rms"))
-    assert found["loka_onnx_tensor_range_ratio", "x"] == tensor.range.growth > 1.25
-    assert found["loka_onnx_tensor_stability_index", "x"] == tensor.stability_index
-    assert found["loka_onnx_tensor_batches_beyond_total", "x"] == tensor.range.beyond > 0
-    assert found["loka_onnx_column_rms_ratio", NAMES[3], "x"] == pytest.approx(2.8, rel=0.1)
-    assert found["loka_onnx_column_mean_shift", NAMES[4], "x"] == pytest.approx(0, abs=0.2)
-    assert found["loka_onnx_site_saturated_share", "left"] == site.live_saturated > 0
-    assert found["loka_onnx_site_noise_ratio", "left"] == site.live_noise / site.profile_noise
-    elements = found["loka_onnx_site_activation_elements_total", "left"]
-    assert elements == 16 * BATCH * 16
-    assert found["loka_onnx_site_saturated_elements_total", "left"] / elements == site.live_saturated
+    assert len(report.alarms) > 3 and tensor.range.growth > 1.25
+    assert tensor.range.beyond > 0 and site.live_saturated > 0
 
 
 def test_the_window_moves_on_and_counters_do_not_fall(monitor):
@@ -109,30 +116,17 @@ def test_the_window_moves_on_and_counters_do_not_fall(monitor):
     assert after["loka_onnx_window_batches",] == 16 and after["loka_onnx_drift_alarms",] == 0
     assert after["loka_onnx_tensor_rms_ratio", "x"] == pytest.approx(1, abs=0.02)
     assert after["loka_onnx_monitor_batches_total",] == 40
-    assert (
-        after["loka_onnx_site_saturated_elements_total", "left"]
-        >= before["loka_onnx_site_saturated_elements_total", "left"]
-    )
+    saturated = ("loka_onnx_site_saturated_elements_total", "left")
+    assert after[saturated] >= before[saturated]
     known = baseline().ranges["x"].amax
     peaks = np.abs(np.concatenate([wide, usual])).reshape(-1, BATCH * 16).max(axis=1)
     assert after["loka_onnx_tensor_batches_beyond_total", "x"] == (peaks > known).sum() >= 20
 
 
-def test_before_the_first_batch_there_are_counters_only(monitor):
-    monitor.feed({"x": live_columns(BATCH - 1)})
-    assert monitor.report() is None
-    found = metrics(monitor)
-    assert found["loka_onnx_monitor_rows_fed_total",] == BATCH - 1
-    assert not [key for key in found if key[0].startswith(("loka_onnx_window", "loka_onnx_tensor_rms"))]
-
-
 WRONG: list[tuple[Any, str]] = [
     ({"y": np.zeros((4, 16), np.float32)}, "evidence: fed y; the inputs are x"),
     ({}, "evidence: fed nothing; the inputs are x"),
-    (
-        {"x": np.zeros((4, 15), np.float32)},
-        "evidence: its shape is (4, 15); the model takes float32 of shape",
-    ),
+    ({"x": np.zeros((4, 15), np.float32)}, "its shape is (4, 15); the model takes float32 of shape"),
     ({"x": np.zeros(4, np.float32)}, "evidence: its shape is (4,)"),
     ({"x": np.array([["a"] * 16])}, "evidence: its type is <U1"),
     ({"x": np.zeros((4, 16), np.complex64)}, "evidence: its type is complex64"),
@@ -151,27 +145,31 @@ def test_what_are_not_the_models_inputs_is_counted_and_not_raised(monitor, input
     assert message in caplog.text
 
 
-def test_wider_types_lists_and_empty_calls_are_taken(monitor):
+def test_wider_types_lists_and_empty_calls_are_taken_and_a_caller_may_reuse_its_arrays(monitor, tmp_path):
     x = live_columns(2 * BATCH)
-    monitor.feed({"x": x[:BATCH].astype(np.float64)})
-    monitor.feed({"x": x[BATCH:].tolist()})
+    first, second = x[: BATCH - 1].astype(np.float64), x[BATCH:].copy()
+    monitor.feed({"x": first})
+    assert monitor.report() is None
+    before = metrics(monitor)
+    assert before["loka_onnx_monitor_rows_fed_total",] == BATCH - 1
+    assert not [key for key in before if key[0].startswith(("loka_onnx_window", "loka_onnx_tensor_rms"))]
+    monitor.feed({"x": x[BATCH - 1 : BATCH].tolist()})
+    monitor.feed({"x": second})
+    for given in (first, second):
+        given[:] = 1e6
     monitor.feed({"x": x[:0]})
     assert monitor.flush(30)
     assert (monitor.tally().batches, monitor.tally().rejected_calls) == (2, 0)
+    assert largest(monitor) == np.abs(x).max()
     beyond_float32 = x[:4].astype(np.float64)
     beyond_float32[2] = 1e300
     monitor.feed({"x": beyond_float32})
     assert monitor.tally().rejected == 1
-
-
-def test_a_caller_may_reuse_its_arrays(monitor):
-    x = live_columns(BATCH)
-    half = x[: BATCH // 2].copy()
-    monitor.feed({"x": half})
-    half[:] = 1e6
-    monitor.feed({"x": x[BATCH // 2 :]})
-    assert monitor.flush(30)
-    assert largest(monitor) == np.abs(x).max()
+    # The file for the collector is whole.
+    target = tmp_path / "metrics" / "loka.prom"
+    monitor.write(target)
+    assert target.read_text(encoding="utf-8") == monitor.text()
+    assert [path.name for path in target.parent.iterdir()] == ["loka.prom"]
 
 
 def test_batches_that_come_too_fast_are_dropped_and_counted(monkeypatch):
@@ -203,17 +201,14 @@ def test_many_threads_lose_nothing(monitor):
     threads, calls, rows = 8, 40, 8
     x = live_columns(rows)
 
-    def serve() -> None:
+    def serve(_: int) -> None:
         for call in range(calls):
             monitor.feed({"x": x})
             if call % 10 == 0:
                 monitor.text()
 
-    workers = [threading.Thread(target=serve) for _ in range(threads)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(serve, range(threads)))
     assert monitor.flush(30)
     tally = monitor.tally()
     assert tally.fed == tally.sampled == threads * calls * rows
@@ -235,21 +230,10 @@ def test_after_closing_rows_are_passed_over_and_files_are_gone(tmp_path):
     assert "loka-onnx-monitor" not in {thread.name for thread in threading.enumerate()}
 
 
-def test_the_file_for_the_collector_is_whole(monitor, tmp_path):
-    feed_in_calls(monitor, live_columns(BATCH))
-    target = tmp_path / "metrics" / "loka.prom"
-    monitor.write(target)
-    assert target.read_text(encoding="utf-8") == monitor.text()
-    assert [path.name for path in target.parent.iterdir()] == ["loka.prom"]
-
-
-def test_without_prometheus_client_the_extra_is_named(monitor, monkeypatch):
+def test_a_missing_package_and_options_out_of_range_are_named(monitor, monkeypatch):
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     with pytest.raises(MissingPackage, match=r"remedy: pip install 'loka-onnx\[serve\]'"):
         monitor.text()
-
-
-@pytest.mark.parametrize("wrong", [{"sample_rate": 0.0}, {"sample_rate": 1.5}, {"window": 3}, {"pending": 0}])
-def test_options_out_of_range_are_refused(wrong):
-    with pytest.raises(ConfigError, match="a monitor samples a share of the rows, over a window of some"):
-        MonitorOptions(**wrong)
+    for wrong in ({"sample_rate": 0.0}, {"sample_rate": 1.5}, {"window": 3}, {"pending": 0}):
+        with pytest.raises(ConfigError, match="a monitor samples a share of the rows, over a window of some"):
+            MonitorOptions(**wrong)
