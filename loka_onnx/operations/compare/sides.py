@@ -140,7 +140,10 @@ def open_side(path: Path, name: str, opening: Opening, place: ExitStack, engines
     except LokaError as error:
         # Both paths may be alike: say which side it is.
         raise type(error)(
-            f"{name}: {error.what}", where=error.where, evidence=error.evidence, remedy=error.remedy
+            f"{error.code} {name}: {error.what}".lstrip(),
+            where=error.where,
+            evidence=error.evidence,
+            remedy=error.remedy,
         ) from error
 
 

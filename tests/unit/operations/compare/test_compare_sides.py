@@ -108,7 +108,8 @@ def test_an_error_says_which_side_it_is(place, tmp_path):
         (DataError, (place.a, smaller), "column 'item'"),
         (DataError, (smaller, place.a), "column 'item'"),
     ):
-        assert what in str(refused(kind, *pair, place.rows, options()))
+        error = refused(kind, *pair, place.rows, options())
+        assert what in str(error) and error.code
     programs = write_deployment(tmp_path / "c", {"fp32": make_weights()}, backend="tensorrt")
     _, engine, passed = compare(place.a, programs, place.rows, options()).b.facts
     assert "the FP32 fallback" in engine and passed.startswith("not used: cpu-tensorrt")
