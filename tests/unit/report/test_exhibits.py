@@ -296,3 +296,8 @@ def test_sites_that_stayed_undecided_are_named(sample) -> None:
 def test_the_rows_that_were_looked_at(sample, changes: dict[str, object], facts: list[str]) -> None:
     profile: Profile = dataclasses.replace(sample.report.profile, **changes)
     assert calibration_facts(profile) == facts
+
+
+def test_the_caption_of_the_sites_counts_no_selection_rows(sample) -> None:
+    captions = [table.caption for table in sites_section(with_profile(sample.report, error_rows=512)).tables]
+    assert any("measured on 512 calibration rows" in caption for caption in captions)
