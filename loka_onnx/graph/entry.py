@@ -23,6 +23,7 @@ import onnx.inliner
 from onnx import TensorProto
 from onnx.external_data_helper import uses_external_data
 from onnx.helper import tensor_dtype_to_np_dtype
+from onnx_graphsurgeon.logger import G_LOGGER
 
 from loka_onnx.core.artifact import TensorSpec
 from loka_onnx.errors import ModelError
@@ -41,6 +42,7 @@ from loka_onnx.graph.storage import (
     with_subgraphs,
 )
 from loka_onnx.sessions.model_files import nested_nodes
+from loka_onnx.sessions.onnx_session import quiet_sessions
 
 OPSET = 21
 """Lowest operator set written: FP8 Q/DQ is complete there in every engine."""
@@ -108,7 +110,9 @@ def canonicalize(path: Path, widths: Mapping[str, int] = MappingProxyType({})) -
         model = GraphModel.from_proto(proto, path.parent)
         _check_ends(model, path)
         before = len(model.nodes)
-        model.graph.fold_constants(error_ok=True, should_exclude_node=is_no_constant)
+        # It computes constants in a session without settings, and prints what goes wrong to standard output.
+        with G_LOGGER.suppress(G_LOGGER.ERROR), quiet_sessions():
+            model.graph.fold_constants(error_ok=True, should_exclude_node=is_no_constant)
         model.graph.cleanup(remove_unused_graph_inputs=False)
     folded = before - len(model.nodes)
     if folded:

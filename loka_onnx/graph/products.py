@@ -22,7 +22,7 @@ def other_products(model: GraphModel) -> tuple[OtherProduct, ...]:
 
 def _found(nodes: Iterable[Node], inside: str, shapes: Shapes) -> Iterator[OtherProduct]:
     for node in nodes:
-        is_other = node.op in _COUNTS and (inside or node.op not in PRODUCT_OPS)
+        is_other = node.op in _COUNTS and (inside or node.op not in PRODUCT_OPS) and _sums(node)
         if is_other and not all(map(is_constant, node.inputs[:2])):
             reason = f"inside of {inside}" if inside else _REASONS.get(node.op) or _why_conv(node)
             flops = _COUNTS[node.op](node, shapes)
@@ -76,9 +76,21 @@ def _matmul(node: Node, shapes: Shapes) -> int | None:
     return _times(2, _size(node.outputs[0], shapes), k)
 
 
-def _einsum(node: Node, shapes: Shapes) -> int | None:
+def _equation(node: Node) -> str:
     equation = node.attrs["equation"]
-    text = (equation.decode() if isinstance(equation, bytes) else str(equation)).replace(" ", "")
+    return (equation.decode() if isinstance(equation, bytes) else str(equation)).replace(" ", "")
+
+
+def _sums(node: Node) -> bool:
+    """Return False of an Einsum that sums no products: an outer product, or of one operand."""
+    if node.op != "Einsum" or "->" not in _equation(node):
+        return True
+    given, _, output = _equation(node).partition("->")
+    return "," in given and not {*given} <= {*output, ","}
+
+
+def _einsum(node: Node, shapes: Shapes) -> int | None:
+    text = _equation(node)
     lengths: dict[str, int | None] = {}
     for term, tensor in zip(text.partition("->")[0].split(","), node.inputs, strict=False):
         shape = _at_batch(tensor, shapes)

@@ -48,12 +48,12 @@ def _describe(node: Node, shapes: Shapes, merged_from: tuple[str, ...]) -> Site:
         operands = operands[::-1]
     kind = SiteKind.LINEAR if operands[1].constant else SiteKind.INTERACTION
     lengths = (
-        operand.shape[operand.contracting_axis]
+        _length(operand.tensor, operand.shape, operand.contracting_axis, shapes)
         for operand in reversed(operands)
-        if operand.shape and operand.contracting_axis is not None
+        if operand.contracting_axis is not None
     )
-    k = next((length for length in lengths if length is not None), 0)
-    n = _columns(node, operands[1])
+    k = next(filter(None, lengths), 0)
+    n = _columns(node, operands[1], shapes)
     rows = _per_example(node.outputs[0], shapes, n)
     return Site(node.name, kind, node.op, operands, node.outputs[0].name, k, n, rows, merged_from)
 
@@ -101,15 +101,23 @@ def _contracting_axes(node: Node) -> tuple[int | None, int | None]:
     return max(left - 1, 0), max(right - 2, 0)
 
 
-def _columns(node: Node, second: Operand) -> int:
+def _length(tensor: str, shape: Shape, axis: int, shapes: Shapes) -> int:
+    """Return the length of an axis, 0 if unknown; where `shape` leaves it open, that at `BATCH` rows."""
+    if not shape or shape[axis] is not None:
+        return (shape[axis] or 0) if shape else 0
+    length = (shapes.get(tensor) or shape)[axis] or 0
+    # A multiple of the batch is of rows.
+    return length if length % BATCH else 0
+
+
+def _columns(node: Node, second: Operand, shapes: Shapes) -> int:
     """Return the output channels, 0 if unknown. The output of a product is (batch, …, rows, columns), or
     (experts, batch, columns). With the weight on the left, channels are the rows of that output. A weight of
     rank 1 has one channel.
     """
     if second.constant and second.shape:
         return (second.shape[channel_axis(second)] or 0) if len(second.shape) > 1 else 1
-    output = static_shape(node.outputs[0])
-    return (output[-1] or 0) if output else 0
+    return _length(node.outputs[0].name, static_shape(node.outputs[0]), -1, shapes)
 
 
 def _per_example(tensor: Tensor, shapes: Shapes, width: int) -> int:

@@ -179,7 +179,8 @@ def _site_table(data: ReportData, plan: PrecisionPlan) -> Table:
         text("Recipe measured", lambda row: row.recipe or numbers.NONE),
         prose("Reason", reason),
     )
-    rows_measured = shown(numbers.count, data.profile, "rows")
+    # Ranges are of selection rows too.
+    rows_measured = shown(numbers.count, data.profile, "error_rows")
     caption = told("Sites in plan {}, measured on {} calibration rows", plan.id, rows_measured)
     return table_of(caption, columns, site_rows(data, plan))
 

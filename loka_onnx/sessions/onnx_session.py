@@ -12,7 +12,8 @@ from __future__ import annotations
 import copy
 import ctypes
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,22 @@ def import_onnxruntime() -> Any:
     with MissingPackage("E0917 ONNX Runtime is not installed", remedy=INSTALL).in_place_of(ImportError):
         import onnxruntime
     return onnxruntime
+
+
+@contextmanager
+def quiet_sessions() -> Iterator[None]:
+    """Keep sessions that have no settings of their own from printing warnings and errors."""
+    try:
+        ort = import_onnxruntime()
+    except MissingPackage:
+        yield
+        return
+    ort.set_default_logger_severity(4)
+    try:
+        yield
+    finally:
+        # The default; ONNX Runtime does not tell what it was.
+        ort.set_default_logger_severity(2)
 
 
 def holds_float8(model: onnx.ModelProto) -> bool:

@@ -63,6 +63,18 @@ def test_constant_expressions_of_large_weights_are_folded(external, write_model)
     np.testing.assert_array_equal(values_of(node.inputs[1]), weight.T * np.float32(0.5))
 
 
+@pytest.mark.parametrize(
+    "constant",
+    ["u = Unsqueeze(v, axes)", "c = Cast<to=16>(v)  d = Erf(c)  u = Cast<to=1>(d)"],
+    ids=["warned of by ONNX Runtime", "not computed by it"],
+)
+def test_folding_constants_prints_nothing(constant, write_model, capfd):
+    body = f"{{ {constant}  m = MatMul(x, w)  y = Add(m, u) }}"
+    weights = {"w": (8, 8), "v": (8,), "axes": np.array([0])}
+    canonicalize(write_model(f"g (float[b,8] x) => (float[b,8] y) {body}", weights))
+    assert capfd.readouterr() == ("", "")
+
+
 @pytest.mark.parametrize("opset", [17, 19, 21, 22])
 @pytest.mark.parametrize("external", [False, True])
 def test_conversion_keeps_names_and_outputs(opset, external, write_model):

@@ -97,6 +97,24 @@ def test_size_of_an_interaction(inputs, k, n, rows, write_model):
     assert not site.is_fp8_able
 
 
+def test_lengths_of_attention_with_the_heads_in_the_batch_are_known(write_model):
+    """As FuxiCTR's DESTINE writes it: (2·batch, -1, 16), of which shape inference knows the 16."""
+    body = (
+        "s = Shape<end=1>(x) t = Mul(s, two) q = Concat<axis=0>(t, rest) h = Reshape(x, q) "
+        "k = Transpose<perm=[0,2,1]>(h) a = MatMul(h, k) y = MatMul(a, h)"
+    )
+    numbers = {"two": np.array([2]), "rest": np.array([-1, 16])}
+    scores, mixed = find_sites(
+        GraphModel.load(write_model(f"g (float[b,19,32] x) => (float[] y) {{ {body} }}", numbers))
+    )
+    assert (scores.k, scores.n, scores.rows) == (16, 19, 38)
+    assert (mixed.k, mixed.n, mixed.rows) == (19, 16, 38)
+    rows = GraphModel.load(
+        write_model("g (float[b,8] x, float[b,8] z) => (float[b,b] y) { t = Transpose(z) y = MatMul(x, t) }")
+    )
+    assert find_sites(rows)[0].n == 0, "a column for each row of the batch is no length"
+
+
 @pytest.mark.parametrize(
     ("source", "body", "k", "rows"),
     [
@@ -196,6 +214,15 @@ def test_an_axis_that_is_the_batch_times_a_length_counts_by_that_length(operator
     model = parsed(body, constants, inputs="float[b,5,16,6] x", outputs="float[] y")
     (found,) = other_products(GraphModel.from_proto(onnx.shape_inference.infer_shapes(model), Path()))
     assert found.flops_per_example == 2 * products
+
+
+@pytest.mark.parametrize("equation", ["bnd,bnm->bndm", "...d,...m->...dm", "bnd->bdn", "bnd->bn"])
+def test_an_einsum_that_sums_no_products_is_none(equation: str) -> None:
+    """FuxiCTR's AOANet writes outer products so: that counted as 19 % of all products."""
+    operands = ", ".join("x" * (1 + equation.count(",")))
+    body = f'y = Einsum<equation="{equation}">({operands})'
+    model = parsed(body, {}, inputs="float[b,4,4] x", outputs="float[] y")
+    assert other_products(GraphModel.from_proto(model, Path())) == ()
 
 
 def test_branches_count_and_sites_do_not() -> None:

@@ -262,3 +262,8 @@ def test_the_rows_that_were_looked_at(sample, changes, sensitivities, more) -> N
     rows = f"Ranges: 4,000 rows; errors: 512 rows; sensitivities: {sensitivities} rows"
     profile = replace(sample.report.profile, error_rows=512, **changes)
     assert calibration_facts(profile) == [rows, *more]
+
+
+def test_the_caption_of_the_sites_counts_no_selection_rows(sample) -> None:
+    captions = [table.caption for table in sites_section(with_profile(sample.report, error_rows=512)).tables]
+    assert any("measured on 512 calibration rows" in caption for caption in captions)
