@@ -182,8 +182,7 @@ class Backend(ABC):
         self._check(request)
         reason = self.decline(request.plan, request.architecture) or self.build_blocker(request.architecture)
         if reason:
-            artifact = self.failure(request.plan, request.target, request.architecture, reason)
-            return replace(artifact, status=BuildStatus.DECLINED)
+            return self.refusal(request.plan, request.target, request.architecture, reason)
         log = request.output.with_name(f"{request.output.name}.log")
         with staged(request.output) as staging:
             response, detail = self._build_isolated(request, staging, log)
@@ -214,6 +213,10 @@ class Backend(ABC):
             build_seconds=seconds,
             detail=detail,
         )
+
+    def refusal(self, plan: PrecisionPlan, target: str, architecture: str, reason: str) -> EngineArtifact:
+        """Artifact of a plan that the backend cannot honour."""
+        return replace(self.failure(plan, target, architecture, reason), status=BuildStatus.DECLINED)
 
     def open(self, artifact: EngineArtifact, path: Path) -> Runner:
         """Load a built engine; an `EngineError` where there is none, it was altered, or cannot run here."""
