@@ -208,7 +208,9 @@ def test_onnx_runtime_says_its_device_and_does_not_convert_there(tmp_path, monke
         held["ids"] = held["ids"].astype(np.int32)
         with pytest.raises(EngineError, match=r"input 'ids' has another type(?s:.*)int32 on the device"):
             session.run_on_device({n: on_device(value) for n, value in held.items()}, allocate)
-        monkeypatch.setattr(session, "_provider", PROVIDERS["cuda"])
+        assert session.device is None
+    monkeypatch.setitem(PROVIDERS, "cpu", replace(PROVIDERS["cpu"], memory="cuda"))
+    with IoBindingSession(write(tmp_path), settings(sizes=())) as session:
         assert session.device == 0
 
 
