@@ -8,9 +8,10 @@ The provider fuses bias and ReLU into a Conv, but not into such a product, as `c
 layer in FP32 would be slower than its original Conv.
 
 **A product and the Split of its channels**, as `merge_parallel_linears` writes them, become a product for
-each part: together they take the time of one, nothing is copied, and the ReLU and the Q behind are fused::
+each part: together they take the time of one, nothing is copied, and the ReLU and the Q behind are fused. So
+do steps of each channel alone in between, as an activation::
 
-    Split(x · W + b) = (x · W₁ + b₁, …, x · Wₘ + bₘ)        (W₁, …, Wₘ) = Split(W), once, when it is loaded
+    Split(f(x · W + b)) = (f(x · W₁ + b₁), …, f(x · Wₘ + bₘ))  (W₁, …, Wₘ) = Split(W), once, when it is loaded
 
 **A sum in front of a LayerNormalization** becomes a Sum: the optimizer fuses an Add of three axes and the
 norm to a SkipLayerNormalization, which is 4 to 8 times slower (FP32, widths 32 to 2048).
@@ -30,6 +31,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -38,12 +40,15 @@ from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from loka_onnx.engines.draft import attribute
 from loka_onnx.engines.onnx_operands import OperandReader
+from loka_onnx.graph.protected import UNARY
 from loka_onnx.sessions.model_files import reads_of
 
 MOST = 2.0**30
 """Largest magnitude of a bias: the sum of the products has the other half of INT32's range."""
 MATRIX = 2
 """Axes of the result of a product that becomes a Gemm."""
+_OF_A_CHANNEL = UNARY | {"Add", "Div", "Mul", "Sub"}
+"""Operators whose results in a channel depend on that channel alone."""
 _INTEGERS = {TensorProto.INT8, TensorProto.UINT8}
 _ZERO = "loka/integer/zero"
 
@@ -127,14 +132,15 @@ class SplitProducts:
         return sum(map(bool, chains.values()))
 
     def _chain(self, split: NodeProto) -> list[NodeProto]:
-        """Return the product whose channels are parted and the Add of its bias, if all constants can be."""
-        maker = self._makers.get(split.input[0])
-        chain = [] if maker is None else [maker]
-        if maker is not None and maker.op_type == "Add":
-            chain = [self._makers[name] for name in maker.input if name in self._makers][:1] + chain
-        if not chain or chain[0].op_type not in {"Gemm", "MatMul"} or len(split.input) != MATRIX:
+        """Return the product whose channels are parted and the steps behind it, if all constants can be."""
+        chain: list[NodeProto] = []
+        source: str | None = split.input[0]
+        while source is not None and (not chain or chain[0].op_type in _OF_A_CHANNEL):
+            chain.insert(0, self._makers[source])
+            source = next((name for name in chain[0].input if name in self._makers), None)
+        if chain[0].op_type not in {"Gemm", "MatMul"} or len(split.input) != MATRIX:
             return []
-        weight, *names = [*self._weight(chain[0]), *self._biases(chain), split.input[1]]
+        weight, *names = [*self._weight(chain[0]), *self._constants(chain), split.input[1]]
         if not {weight, *names} <= self._stored.keys() or any(self._reads[n.output[0]] != 1 for n in chain):
             return []
         kind = TensorProto.INT8 if chain[0].input[1] in self._makers else TensorProto.FLOAT
@@ -148,32 +154,33 @@ class SplitProducts:
         maker = self._makers.get(product.input[1])
         return [product.input[1]] if maker is None else list(maker.input)
 
-    def _biases(self, chain: Sequence[NodeProto]) -> list[str]:
-        added = (name for add in chain[1:] for name in add.input if name != chain[0].output[0])
-        return [*chain[0].input[2:], *added]
+    def _constants(self, chain: Sequence[NodeProto]) -> list[str]:
+        """Return the bias of a Gemm, and what the steps behind a product read beside its result."""
+        read = (name for last, step in pairwise(chain) for name in step.input if name != last.output[0])
+        return [*filter(None, [*chain[0].input[2:], *read])]
 
     def _parts(self, chain: Sequence[NodeProto], split: NodeProto) -> Iterator[NodeProto]:
-        product, *adds = chain
+        product = chain[0]
         axis = 0 if attribute(product, "transB", 0) else 1
         weight, *scales = self._weight(product)
         names = [part_name(product.name, number) for number in range(len(split.output))]
         parts = [f"{name}/columns" for name in names]
         yield helper.make_node("Split", [weight, split.input[1]], parts, name=parts[0], axis=axis)
         cuts = np.cumsum(self._reader.values(split.input[1]))[:-1]
-        vectors = [self._cut(vector, cuts, names) for vector in (*scales, *self._biases(chain))]
-        owned = zip(*vectors, strict=True) if vectors else [()] * len(names)
-        for name, part, result, own in zip(names, parts, split.output, owned, strict=True):
-            of_weight, biases = own[: len(scales)], own[len(scales) :]
-            factor = f"{part}/dq" if scales else part
+        vectors = {vector: self._cut(vector, cuts, names) for vector in (*scales, *self._constants(chain))}
+        for number, (name, part, result) in enumerate(zip(names, parts, split.output, strict=True)):
+            own = {vector: cut[number] for vector, cut in vectors.items()}
+            own[product.input[1]] = f"{part}/dq" if scales else part
             if scales:
-                inputs = [part, *of_weight]
+                inputs, factor = [part, *(own[scale] for scale in scales)], f"{part}/dq"
                 yield helper.make_node("DequantizeLinear", inputs, [factor], name=factor, axis=axis)
-            made = NodeProto.FromString(product.SerializeToString())
-            made.name, made.output[0] = name, f"{name}/product" if adds else result
-            made.input[1:] = [factor, *([] if adds else biases)]
-            yield made
-            if adds:
-                yield helper.make_node("Add", [made.output[0], *biases], [result], name=f"{name}/bias")
+            for node in chain:
+                made = NodeProto.FromString(node.SerializeToString())
+                made.name = part_name(node.name, number)
+                made.input[:] = [own.get(read, read) for read in node.input]
+                made.output[0] = result if node is chain[-1] else f"{name}/{node.output[0]}"
+                own[node.output[0]] = made.output[0]
+                yield made
 
     def _cut(self, vector: str, cuts: npt.NDArray[np.int64], names: Sequence[str]) -> list[str]:
         """Store the parts of a vector and return their names; a single value is the same for each."""
