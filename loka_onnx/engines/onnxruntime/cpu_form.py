@@ -110,6 +110,11 @@ def part_name(name: str, number: int) -> str:
     return f"{name}-part-{number}" if number else name
 
 
+def _column_axis(product: NodeProto) -> int:
+    """Axis of the columns of a product's weight."""
+    return 0 if attribute(product, "transB", 0) else 1
+
+
 class SplitProducts:
     """Products of a model in FP32 or INT8 whose channels a Split parts; `reader` gives its constants."""
 
@@ -123,6 +128,9 @@ class SplitProducts:
         """Rewrite them in place and return their number."""
         chains = {node.output[0]: self._chain(node) for node in self._graph.node if node.op_type == "Split"}
         gone = {each.output[0] for chain in chains.values() for each in chain}
+        # ONNX Runtime would run the DQ of a weight, though nothing reads it any more.
+        weights = {chain[0].input[1] for chain in chains.values() if chain}
+        gone |= {weight for weight in weights if self._reads[weight] == 1}
         nodes: list[NodeProto] = []
         for node in self._graph.node:
             chain = chains.get(node.output[0])
@@ -133,11 +141,13 @@ class SplitProducts:
 
     def _chain(self, split: NodeProto) -> list[NodeProto]:
         """Return the product whose channels are parted and the steps behind it, if all constants can be."""
-        chain: list[NodeProto] = []
-        source: str | None = split.input[0]
-        while source is not None and (not chain or chain[0].op_type in _OF_A_CHANNEL):
-            chain.insert(0, self._makers[source])
-            source = next((name for name in chain[0].input if name in self._makers), None)
+        chain = [split]
+        while len(chain) == 1 or chain[0].op_type in _OF_A_CHANNEL:
+            maker = next((self._makers[name] for name in chain[0].input if name in self._makers), None)
+            if maker is None:
+                return []
+            chain.insert(0, maker)
+        *chain, _ = chain
         if chain[0].op_type not in {"Gemm", "MatMul"} or len(split.input) != MATRIX:
             return []
         weight, *names = [*self._weight(chain[0]), *self._constants(chain), split.input[1]]
@@ -146,7 +156,10 @@ class SplitProducts:
         kind = TensorProto.INT8 if chain[0].input[1] in self._makers else TensorProto.FLOAT
         is_last = attribute(split, "axis", 0) in ({-1, 1} if chain[0].op_type == "Gemm" else {-1})
         flat = all(max([*self._stored[name].dims[:-1], 1]) == 1 for name in names)
-        matrix = len(self._stored[weight].dims) == MATRIX and self._stored[weight].data_type == kind
+        stored = self._stored[weight]
+        # A constant may repeat the one column of a product.
+        columns, parted = stored.dims[_column_axis(chain[0]) :][:1], self._reader.values(split.input[1])
+        matrix = len(stored.dims) == MATRIX and stored.data_type == kind and [*columns] == [parted.sum()]
         return chain if is_last and flat and matrix else []
 
     def _weight(self, product: NodeProto) -> list[str]:
@@ -161,22 +174,24 @@ class SplitProducts:
 
     def _parts(self, chain: Sequence[NodeProto], split: NodeProto) -> Iterator[NodeProto]:
         product = chain[0]
-        axis = 0 if attribute(product, "transB", 0) else 1
+        axis = _column_axis(product)
         weight, *scales = self._weight(product)
         names = [part_name(product.name, number) for number in range(len(split.output))]
         parts = [f"{name}/columns" for name in names]
         yield helper.make_node("Split", [weight, split.input[1]], parts, name=parts[0], axis=axis)
         cuts = np.cumsum(self._reader.values(split.input[1]))[:-1]
-        vectors = {vector: self._cut(vector, cuts, names) for vector in (*scales, *self._constants(chain))}
+        cut = {
+            name: self._cut(name, cuts, names) for name in dict.fromkeys([*scales, *self._constants(chain)])
+        }
         for number, (name, part, result) in enumerate(zip(names, parts, split.output, strict=True)):
-            own = {vector: cut[number] for vector, cut in vectors.items()}
+            own = {vector: each[number] for vector, each in cut.items()}
             own[product.input[1]] = f"{part}/dq" if scales else part
             if scales:
                 inputs, factor = [part, *(own[scale] for scale in scales)], f"{part}/dq"
                 yield helper.make_node("DequantizeLinear", inputs, [factor], name=factor, axis=axis)
             for node in chain:
                 made = NodeProto.FromString(node.SerializeToString())
-                made.name = part_name(node.name, number)
+                made.name = name if node is product else f"{name}/{node.output[0]}"
                 made.input[:] = [own.get(read, read) for read in node.input]
                 made.output[0] = result if node is chain[-1] else f"{name}/{node.output[0]}"
                 own[node.output[0]] = made.output[0]

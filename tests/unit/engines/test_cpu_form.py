@@ -92,9 +92,16 @@ SPLITS = {
     "an add": ("[fc] g = MatMul(x, w) h = Add(r, g)", 1),
     "an add of one value": ("[fc] g = MatMul(x, w) h = Add(g, v)", 1),
     "transposed": ("[fc] h = Gemm<transB = 1>(x, m, b)", 1),
+    "an epilogue": ("[fc] g = Gemm(x, w, b) h = Relu(g)", 1),
+    "an epilogue of channels": ("[fc] g = MatMul(x, w) k = Sub(r, g) i = Mul(k, b) h = PRelu(i, r)", 1),
+    "an epilogue with limits": ("[fc] g = Gemm(x, w) h = Clip(g, , one)", 1),
     # Left as they are.
     "rows": ("[fc] h = Gemm(x, w, rows)", 0),
     "read twice": ("[fc] h = MatMul(x, w) other = Relu(h)", 0),
+    "an epilogue read twice": ("[fc] g = MatMul(x, w) h = Relu(g) other = Relu(g)", 0),
+    "a sum over channels": ("[fc] g = MatMul(x, w) h = Softmax(g)", 0),
+    "one column": ("[fc] g = MatMul(x, w1) h = Add(g, b)", 0),
+    "no product": ("g = Add(rows, b) h = Relu(g)", 0),
     "an activation": ("t = Transpose(x) [fc] g = MatMul(x, t) h = MatMul(g, w5)", 1),
     "a sum of products": ("[fc] g = MatMul(x, w) k = Gemm<transB = 1>(x, m) h = Add(g, k)", 0),
     "no constant": ("a = Add(w, w) [fc] h = MatMul(x, a)", 0),
@@ -114,6 +121,8 @@ def test_a_product_is_split_in_place_of_its_result(case: str, tmp_path: Path) ->
         "r": (1, 20),
         "v": (1,),
         "rows": (5, 20),
+        "w1": (16, 1),
+        "one": (),
     }
     constants = {name: random.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
     constants["sizes"] = np.array([8, 12])
@@ -132,3 +141,31 @@ def test_a_product_is_split_in_place_of_its_result(case: str, tmp_path: Path) ->
     for name, values in expected.items():
         # Sums of 16 products of up to 10, in another order.
         np.testing.assert_allclose(got[name], values, rtol=0, atol=1e-5)
+
+
+def test_parts_of_a_product_run_with_their_activation_in_one_kernel(tmp_path: Path) -> None:
+    body = "[fc] g = Gemm(x, w, b) h = Relu(g) p, q = Split<axis = -1>(h, sizes)"
+    constants = {"w": np.ones((16, 20)), "b": np.ones(20), "sizes": np.array([8, 12])}
+    model = parsed(body, constants, inputs="float[batch,16] x", outputs="float[batch,8] p, float[batch,12] q")
+    path = tmp_path / "m.onnx"
+    onnx.save(model, path)
+    SplitProducts(model, OperandReader(path)).write()
+    onnx.save(model, path)
+    dump_optimized(path, tmp_path / "o.onnx", CPU, keeps_float8=False)
+    assert [node.op_type for node in onnx.load(tmp_path / "o.onnx").graph.node] == ["FusedGemm"] * 2
+
+
+@pytest.mark.parametrize("readers", [1, 2])
+def test_the_weight_of_a_parted_product_is_kept_for_other_readers(readers: int, tmp_path: Path) -> None:
+    other = "other = MatMul(x, f)" if readers == 2 else "other = Relu(x)"
+    body = f"f = DequantizeLinear(w, s) [fc] h = MatMul(x, f) p, q = Split<axis = -1>(h, sizes) {other}"
+    constants = {"w": np.ones((16, 16), np.int8), "s": np.array(0.5), "sizes": np.array([6, 10])}
+    outputs = "float[batch,6] p, float[batch,10] q, float[batch,16] other"
+    model = parsed(body, constants, inputs="float[batch,16] x", outputs=outputs)
+    path = tmp_path / "m.onnx"
+    onnx.save(model, path)
+    assert SplitProducts(model, OperandReader(path)).write() == 1
+    onnx.checker.check_model(model, full_check=True)
+    weights = [node.input[0] for node in model.graph.node if node.op_type == "DequantizeLinear"]
+    assert len(weights) == 1 + readers
+    assert ("w" in weights) == (readers == 2)
