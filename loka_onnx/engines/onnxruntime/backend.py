@@ -29,6 +29,7 @@ from loka_onnx.engines.onnxruntime.cpu_form import (
     SplitProducts,
     write_convolutions,
     write_norm_sums,
+    write_outer_products,
 )
 from loka_onnx.engines.onnxruntime.faster_products import FasterProducts, write_fp32
 from loka_onnx.engines.onnxruntime.io_binding_session import IoBindingSession, open_io_binding
@@ -163,6 +164,7 @@ class OnnxRuntimeBackend(Backend):
                 _store_tables(model, engine)
             write_convolutions(model)
             write_norm_sums(model)
+            write_outer_products(model)
             SplitProducts(model, OperandReader(engine)).write()
             if request.plan.int8_sites:
                 onnx.save(model, os.fspath(engine))

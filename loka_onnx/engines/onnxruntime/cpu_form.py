@@ -13,6 +13,11 @@ do steps of each channel alone in between, as an activation::
 
     Split(f(x · W + b)) = (f(x · W₁ + b₁), …, f(x · Wₘ + bₘ))  (W₁, …, Wₘ) = Split(W), once, when it is loaded
 
+**A column times a row**, as `outer_to_mul` writes it, becomes a product again, with its bias in one kernel
+(b 1024, N 16: 37 µs, where Mul and Add take 100)::
+
+    x ⊙ w + b = x · W + b        x (…, M, 1), w (N), W (1, N)
+
 **A sum in front of a LayerNormalization** becomes a Sum: the optimizer fuses an Add of three axes and the
 norm to a SkipLayerNormalization, which is 4 to 8 times slower (FP32, widths 32 to 2048).
 
@@ -58,9 +63,7 @@ def write_convolutions(model: onnx.ModelProto) -> int:
     Products in FP8, and those whose constants have other readers, are left alone.
     """
     graph = model.graph
-    inferred = onnx.shape_inference.infer_shapes(model).graph
-    typed = (*inferred.input, *inferred.value_info, *inferred.output)
-    ranks = {value.name: len(value.type.tensor_type.shape.dim) for value in typed if _is_fp32(value)}
+    ranks = {name: len(shape) for name, shape in _shapes(model).items()}
     constants = {tensor.name: tensor for tensor in graph.initializer if tensor.data_type == TensorProto.FLOAT}
     reads = Counter([*reads_of(graph.node), *(output.name for output in graph.output)])
     readers = {name: node for node in graph.node for name in node.input}
@@ -91,9 +94,33 @@ def write_convolutions(model: onnx.ModelProto) -> int:
     return written
 
 
-def _is_fp32(value: onnx.ValueInfoProto) -> bool:
-    kind = value.type.tensor_type
-    return kind.elem_type == TensorProto.FLOAT and kind.HasField("shape")
+def _shapes(model: onnx.ModelProto) -> dict[str, list[int]]:
+    """Shapes of FP32 tensors that are no constants, as far as they are known; 0 for an open axis."""
+    inferred = onnx.shape_inference.infer_shapes(model).graph
+    typed = (*inferred.input, *inferred.value_info, *inferred.output)
+    kinds = {value.name: value.type.tensor_type for value in typed}
+    return {
+        name: [axis.dim_value for axis in kind.shape.dim]
+        for name, kind in kinds.items()
+        if kind.elem_type == TensorProto.FLOAT and kind.HasField("shape")
+    }
+
+
+def write_outer_products(model: onnx.ModelProto) -> int:
+    """Rewrite columns times rows in place and return their number; external constants only change shape.
+    Rows that have other readers are left alone.
+    """
+    graph, written = model.graph, 0
+    columns = {name for name, shape in _shapes(model).items() if shape[1:][-1:] == [1]}
+    rows = {t.name: t for t in graph.initializer if t.data_type == TensorProto.FLOAT and len(t.dims) == 1}
+    reads = Counter([*reads_of(graph.node), *(output.name for output in graph.output)])
+    for node in graph.node:
+        column, row = sorted(node.input, key=rows.keys().__contains__) if node.op_type == "Mul" else ("", "")
+        if column in columns and row in rows and rows[row].dims[0] > 1 and reads[row] == 1:
+            rows[row].dims.insert(0, 1)
+            node.op_type, node.input[:] = "MatMul", [column, row]
+            written += 1
+    return written
 
 
 def write_norm_sums(model: onnx.ModelProto) -> int:

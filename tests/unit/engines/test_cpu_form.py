@@ -8,7 +8,12 @@ import pytest
 from onnx_text import parsed
 
 from loka_onnx.engines.onnx_operands import OperandReader
-from loka_onnx.engines.onnxruntime.cpu_form import SplitProducts, write_convolutions, write_norm_sums
+from loka_onnx.engines.onnxruntime.cpu_form import (
+    SplitProducts,
+    write_convolutions,
+    write_norm_sums,
+    write_outer_products,
+)
 from loka_onnx.engines.onnxruntime.providers import CPU
 from loka_onnx.engines.onnxruntime.site_precision import dump_optimized
 from loka_onnx.sessions.onnx_session import OnnxSession
@@ -84,6 +89,39 @@ def test_a_sum_and_its_norm_stay_two_nodes(tmp_path: Path) -> None:
     before, after = (OnnxSession(file).run(inputs) for file in (path, written))
     for name, values in before.items():
         np.testing.assert_allclose(after[name], values, atol=2e-6)
+
+
+OUTER = {
+    "a row": ("y = Mul(x, w)", (5, 1), ["MatMul"]),
+    "a row in front, and a bias": ("h = Mul(w, x) y = Add(h, b)", (5, 1), ["Gemm"]),
+    "a history": ("y = Mul(x, w)", (5, 3, 1), ["MatMul"]),
+    # Left as they are.
+    "no column": ("y = Mul(x, w)", (5, 6), ["Mul"]),
+    "a row read twice": ("h = Mul(x, w) y = Sub(h, w)", (5, 1), ["Mul", "Sub"]),
+    "one value": ("h = Mul(x, one) y = Sub(h, b)", (5, 1), ["Mul", "Sub"]),
+    "no constant": ("h = Mul(x, x) y = Sub(h, b)", (5, 1), ["Mul", "Sub"]),
+    "a single axis": ("y = Mul(x, w)", (1,), ["Mul"]),
+}
+
+
+@pytest.mark.parametrize("case", OUTER)
+def test_a_column_times_a_row_is_a_product(case: str, tmp_path: Path) -> None:
+    body, shape, operators = OUTER[case]
+    axes = ["batch", *map(str, shape[1:])] if len(shape) > 1 else ["1"]
+    ends = {"inputs": f"float[{','.join(axes)}] x", "outputs": f"float[{','.join([*axes[:-1], '6'])}] y"}
+    constants = {"w": np.arange(1.0, 7.0), "b": np.ones(6), "one": np.full(1, 2.0)}
+    model = parsed(body, constants, **ends)
+    path, written, optimized = (tmp_path / f"{name}.onnx" for name in ("m", "w", "o"))
+    onnx.save(model, path)
+    assert write_outer_products(model) == ("Mul" not in operators)
+    onnx.save(model, written)
+    onnx.checker.check_model(written, full_check=True)
+    x = np.random.default_rng(1).normal(size=shape).astype(np.float32)
+    expected, got = (OnnxSession(file).run({"x": x})["y"] for file in (path, written))
+    # A product by 6 at most, and a sum, each rounded to 2⁻²⁴ of it.
+    np.testing.assert_allclose(got, expected, rtol=0, atol=2e-6)
+    dump_optimized(written, optimized, CPU, keeps_float8=False)
+    assert [node.op_type for node in onnx.load(optimized).graph.node] == operators
 
 
 SPLITS = {
