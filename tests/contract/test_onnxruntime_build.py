@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 from planned import plan_of_one
+from rewrite_models import artifact, parse
 from tiny_models import TinyModel, mlp, request_for
 
 from loka_onnx.core import serde
@@ -19,9 +21,11 @@ from loka_onnx.engines.onnxruntime.backend import OnnxRuntimeBackend, OnnxRuntim
 from loka_onnx.engines.onnxruntime.io_binding_session import IoBindingSession
 from loka_onnx.engines.onnxruntime.io_binding_settings import PROGRAMS, SETTINGS_FILE, IoBindingSettings
 from loka_onnx.engines.onnxruntime.providers import CPU, CUDA, PROVIDERS, TENSORRT
+from loka_onnx.engines.onnxruntime.site_precision import dump_optimized
 from loka_onnx.engines.request import BatchRange, BuildRequest
 from loka_onnx.errors import EngineError, ModelError
 from loka_onnx.sessions.cuda import CudaDevice
+from loka_onnx.transforms.sequence import apply_mods
 
 ort = pytest.importorskip("onnxruntime")
 
@@ -86,6 +90,38 @@ def test_fp8_is_simulated_in_fp32_and_nothing_else_is(base, simulated):
     backend, plan = OnnxRuntimeBackend(), plan_of_one(base, PER_TENSOR if simulated else None)
     assert backend.base_precision(plan) is (Precision.FP32 if simulated else base)
     assert [backend.is_simulated(plan, architecture) for architecture in ("sm90", "cpu")] == [simulated] * 2
+
+
+MMOE = """
+    [age] e = Gemm(x, w_age, b_age)
+    [expert0] y0 = Gemm(e, w0, b0) a0 = Relu(y0) [deep0] d0 = MatMul(a0, v0)
+    [expert1] y1 = Gemm(e, w1, b1) a1 = Relu(y1) [deep1] d1 = MatMul(a1, v1)
+    [gate] g = MatMul(e, wg) p = Softmax(g) [other] h = MatMul(e, wh) q = Sigmoid(h)
+    s = Sum(d0, d1) m = Mul(s, p) n = Mul(s, q) out = Concat<axis = 1>(m, n)
+"""
+
+
+def test_an_engine_of_the_cpu_has_the_kernels_of_the_exported_model(tmp_path):
+    """What mods merge for GPUs is taken apart: ONNX Runtime fuses bias and activation of each part."""
+    shapes = {"w_age": (1, 16), "b_age": (16,), "w0": (16, 24), "b0": (24,), "w1": (16, 24), "b1": (24,)}
+    shapes |= {"v0": (24, 8), "v1": (24, 8), "wg": (16, 8), "wh": (16, 8)}
+    random = np.random.default_rng(0)
+    constants = {name: random.normal(size=shape) for name, shape in shapes.items()}
+    model = parse(MMOE, constants, inputs="float[batch,1] x", outputs="float[batch,16] out")
+    exported, rows = artifact(model, tmp_path / "m.onnx"), {"x": np.ones((4, 1), np.float32)}
+    modified = apply_mods(exported, [rows], tmp_path / "after.onnx")
+    applied = {record.transform for record in modified.log.records if record.applied}
+    assert {"outer-to-mul", "merge-parallel-linears"} <= applied
+    request = request_of(mlp(tmp_path / "mlp", Precision.FP32, Precision.FP32, fp8=False), tmp_path)
+    request = replace(request, model=modified.model.path, architecture="cpu")
+    engine = OnnxRuntimeBackend().compile(request, tmp_path)
+    kernels = []
+    for path in (exported.path, engine):
+        dump_optimized(path, tmp_path / "optimized.onnx", CPU, keeps_float8=False)
+        nodes = onnx.load(tmp_path / "optimized.onnx", load_external_data=False).graph.node
+        kernels.append(sorted(node.op_type for node in nodes))
+    assert kernels[1] == kernels[0]
+    assert kernels[0].count("FusedGemm") == 2
 
 
 @pytest.mark.usefixtures("stand_in")
