@@ -14,10 +14,10 @@ from tiny_models import MlpShape, mlp
 from loka_onnx.core import serde
 from loka_onnx.core.engine import BuildStatus
 from loka_onnx.core.formats import Precision
-from loka_onnx.core.job import BuildJob, JobRows
+from loka_onnx.core.job import BatchSizes, BuildJob, JobRows
 from loka_onnx.core.rewrite import Part
 from loka_onnx.engines.onnxruntime.backend import OnnxRuntimeBackend
-from loka_onnx.engines.request import BatchRange, BuildRequest, Limits
+from loka_onnx.engines.request import BuildRequest, Limits
 from loka_onnx.errors import EngineError, EvaluationError, ModelError
 from loka_onnx.pipeline import job_execution
 from loka_onnx.pipeline.job_execution import execute_job
@@ -51,7 +51,7 @@ def written(
     data: bool = False,
     external: bool = False,
     timed: SplitRows | None = None,
-    batch: BatchRange = BatchRange(1, 8, 16, (4, 8)),  # noqa: B008 - frozen
+    batch: BatchSizes = BatchSizes(1, 8, 16, (4, 8)),  # noqa: B008 - frozen
 ) -> tuple[Path, BuildRequest, BuildJob]:
     model = mlp(
         folder / "model", Precision.FP32, Precision.FP32, fp8=False, shape=MlpShape(external=external)
@@ -221,7 +221,7 @@ def test_an_engine_that_fails_on_its_host_is_no_candidate(tmp_path, monkeypatch)
 
 def test_a_short_last_batch_is_judged_elsewhere_as_well(tmp_path, monkeypatch):
     """23 rows in batches of 10 end with 3; the engine takes 8 or more."""
-    directory, request, _ = written(tmp_path, data=True, batch=BatchRange(8, 8, 16))
+    directory, request, _ = written(tmp_path, data=True, batch=BatchSizes(8, 8, 16))
     opened = OnnxRuntimeBackend.open
 
     def strict(self, artifact, path):  # type: ignore[no-untyped-def]
