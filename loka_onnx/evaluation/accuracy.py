@@ -94,7 +94,10 @@ def evaluate_reference(
     specs: tuple[OutputSpec, ...],
     curves: bool = False,
 ) -> tuple[OutputEvaluation, ...]:
-    """Return the quality of the FP32 reference itself, per spec; arguments are as of `evaluate_outputs`."""
+    """Return the quality of the FP32 reference itself, per spec; with its calibration where `curves` is set.
+
+    Other arguments are as of `evaluate_outputs`.
+    """
     evaluations = []
     for spec in specs:
         truth = read_truth(columns, spec, None)

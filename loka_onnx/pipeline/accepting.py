@@ -67,7 +67,7 @@ def export_model(settings: RunSettings) -> ModelArtifact:
             rows = next(open_splits(config, bindings).calibration.batches(CHECK_ROWS))
             return export_torch(torch_model.module, rows.inputs, target, settings.specs)
 
-    return settings.directory.document(EXPORT, {**reads, "outputs": settings.measured_outputs}, make)
+    return settings.directory.document(EXPORT, {**reads, "outputs": settings.outputs_without_limits}, make)
 
 
 @dataclass(frozen=True)

@@ -233,7 +233,7 @@ class Probing:
             ),
             "plan.weight_granularity": self.config.plan.weight_granularity,
             "recipes": [recipe.id for recipe in planned_recipes(self.config)],
-            "outputs": self.context.measured_outputs,
+            "outputs": self.context.outputs_without_limits,
             "data.group": self.config.data.group,
             "data.synthetic": self.config.data.synthetic,
         }
