@@ -76,7 +76,7 @@ class Reductions:
         self._one = model.constant("loka.one", np.array([1], dtype=np.int64))
 
     def add_squares(self, tensor: Tensor, name: str) -> Slot:
-        """Add to the graph the sum of squares of all elements; ReduceSumSquare is slower than Mul and a sum."""
+        """Add to the graph the sum of squares of all elements; ReduceSumSquare is slower than two nodes."""
         square = self.model.add("Mul", [tensor, tensor], f"{name}.square")
         square.shape = tensor.shape
         return self.add(square, name)
