@@ -58,7 +58,7 @@ def built_or_not(engine: Engine, case: Case, rows: Arrays, target: str, director
     try:
         return build(engine, case, rows, target, directory)
     except Exception:
-        failure = get_backend(engine.backend).failure(engine.plan, target, "", traceback.format_exc())
+        failure = get_backend(engine.backend).failed_artifact(engine.plan, target, "", traceback.format_exc())
         return Built(failure, directory)
 
 

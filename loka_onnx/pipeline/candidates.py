@@ -169,12 +169,12 @@ class EngineBuilder:
             away = backend.build_blocker(architecture)
             reason = away if away and not self._config.build.jobs else None
         if reason is not None:
-            return partial(backend.refusal, plan, candidate.target, architecture, reason)
+            return partial(backend.declined_artifact, plan, candidate.target, architecture, reason)
         try:
             whole = self.judging.context.exported
             request = self._request(whole if plan.untouched else source.model, candidate)
         except TransformError as error:
-            return partial(backend.failure, plan, candidate.target, architecture, str(error))
+            return partial(backend.failed_artifact, plan, candidate.target, architecture, str(error))
         if not away:
             build = self._config.build
             cache = EngineCache(build.cache or cache_directory() / "engines", int(build.cache_gb * 1e9))
