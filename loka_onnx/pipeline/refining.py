@@ -51,7 +51,7 @@ from loka_onnx.pipeline.judging import Judging, can_be_timed_on_target
 from loka_onnx.pipeline.ladder_stage import Climbing
 from loka_onnx.pipeline.plans import search_plans
 from loka_onnx.planning.choice import NOISE, group_by_hardware
-from loka_onnx.planning.expected_latency import Known, Point, Prediction, front, predict
+from loka_onnx.planning.expected_latency import Known, Point, Prediction, front, predict_latency
 from loka_onnx.planning.ladder import Ladder, Reverted
 from loka_onnx.planning.speed import Speed
 
@@ -386,7 +386,7 @@ class _Loop:
             if trial.speed and (engine.backend, engine.architecture) == (like.backend, like.architecture):
                 us = {b: x.p50_us / pace[b] for b, x in trial.speed.latencies.items() if b in pace}
                 known.append(Known(engine.id, trial.plan, us))
-        return predict(plan, known, like.target)
+        return predict_latency(plan, known, like.target)
 
     def _pace(self, trial: _Trial) -> Mapping[int, float]:
         """Anchor's time in the round of an engine over its time in the first round, by batch size."""

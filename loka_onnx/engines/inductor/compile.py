@@ -36,7 +36,7 @@ from loka_onnx.engines.inductor.package import (
     InputPort,
     OutputPort,
     Program,
-    instruction_sets,
+    vector_instructions,
 )
 from loka_onnx.engines.inductor.site_precision import entering_types, output_types, products_of
 from loka_onnx.engines.request import WAITING, BuildRequest
@@ -89,7 +89,7 @@ def compile_engine(request: BuildRequest, into: Path, compilers: Compilers) -> P
     engine = InductorEngine(
         torch=str(torch.__version__),
         architecture=request.architecture,
-        instruction_sets=instruction_sets(),
+        instruction_sets=vector_instructions(),
         inputs=build.inputs,
         outputs=build.outputs,
         minimum=request.batch.minimum,
