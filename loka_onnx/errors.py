@@ -106,8 +106,13 @@ class LokaError(Exception):
         try:
             yield
         except kinds as error:
-            LokaError.__init__(self, self.coded, where=self.where, evidence=words(error), remedy=self.remedy)
+            self.restate(evidence=words(error))
             raise self from error
+
+    def restate(self, **parts: str) -> None:
+        """Change parts of what it says (`what` with its code) before it is raised again."""
+        said = {"what": self.coded, "where": self.where, "evidence": self.evidence, "remedy": self.remedy}
+        LokaError.__init__(self, **said | parts)
 
 
 class UserError(LokaError):

@@ -19,11 +19,12 @@ import torch
 from benchmarks.engines.cases import Case
 from benchmarks.engines.plans import BLANKET, NAMES, TODAY, Arrays, Engine, Variant, inputs_of
 from loka_onnx.core.engine import EngineArtifact
+from loka_onnx.core.job import BatchSizes
 from loka_onnx.core.plan import PrecisionPlan
 from loka_onnx.engines.base import Backend
 from loka_onnx.engines.device_lock import device_alone
 from loka_onnx.engines.registry import get_backend
-from loka_onnx.engines.request import BatchRange, BuildRequest, Limits
+from loka_onnx.engines.request import BuildRequest, Limits
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.planning.costs import useful_flops
 from loka_onnx.sessions.backends import fusions_of
@@ -57,7 +58,7 @@ def built_or_not(engine: Engine, case: Case, rows: Arrays, target: str, director
     try:
         return build(engine, case, rows, target, directory)
     except Exception:
-        failure = get_backend(engine.backend).failure(engine.plan, target, "", traceback.format_exc())
+        failure = get_backend(engine.backend).failed_artifact(engine.plan, target, "", traceback.format_exc())
         return Built(failure, directory)
 
 
@@ -79,7 +80,7 @@ def build(engine: Engine, case: Case, rows: Arrays, target: str, directory: Path
         sites=engine.variant.source.model.sites,
         target=target,
         architecture=architecture,
-        batch=BatchRange(1, max(case.batches), max(case.batches), tuple(sorted(case.batches))),
+        batch=BatchSizes(1, max(case.batches), max(case.batches), tuple(sorted(case.batches))),
         output=place / "engine",
         sample=sample,
         limits=Limits(BUILD_SECONDS, 100 << 30),

@@ -26,11 +26,12 @@ from benchmarks.engines.zoo_figures import Finished, ratio_of
 from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.engine import EngineArtifact
 from loka_onnx.core.formats import Precision
+from loka_onnx.core.job import BatchSizes
 from loka_onnx.core.plan import Decision, PrecisionPlan, Verdict
 from loka_onnx.engines.device_lock import device_alone
 from loka_onnx.engines.inductor.backend import FUSE, STATIC
 from loka_onnx.engines.registry import get_backend
-from loka_onnx.engines.request import BatchRange, BuildRequest, Limits
+from loka_onnx.engines.request import BuildRequest, Limits
 from loka_onnx.sessions.onnx_session import OnnxSession
 from loka_onnx.sessions.runner import Resident, Runner
 from loka_onnx.transforms.precision.apply_plan import PlanForm, apply_plan
@@ -124,7 +125,7 @@ class Comparison:
             sites=model.sites,
             target=self.options.target,
             architecture=architecture,
-            batch=BatchRange(1, serve[len(serve) // 2], max(serve), serve),
+            batch=BatchSizes(1, serve[len(serve) // 2], max(serve), serve),
             output=place / "engine",
             sample=self.finished.directory / "calibration" / "sample.npz",
             limits=Limits(300.0, int(self.options.memory_gb * 1e9)),
@@ -133,7 +134,7 @@ class Comparison:
         try:
             return backend.build(request)
         except Exception:
-            return backend.failure(plan, self.options.target, architecture, traceback.format_exc())
+            return backend.failed_artifact(plan, self.options.target, architecture, traceback.format_exc())
 
     def _batch(self, batch: int, today: Mapping[str, Runner], inside: Sequence[str]) -> dict[str, Any]:
         chosen = self.finished.chosen_at(batch)

@@ -43,8 +43,9 @@ from benchmarks.peers.on_device_record import BEGAN, RECORD, Asked, Record, comp
 from benchmarks.peers.on_device_times import INDUCTOR, Candidate, TimingJob, time_model
 from loka_onnx.core.digests import digest_file, digest_json
 from loka_onnx.core.engine import EngineArtifact
+from loka_onnx.core.job import BatchSizes
 from loka_onnx.engines.registry import get_backend
-from loka_onnx.engines.request import BatchRange, BuildRequest, Limits
+from loka_onnx.engines.request import BuildRequest, Limits
 
 LEAST_SECONDS = 15.0
 """A build is not begun with less left than that."""
@@ -153,7 +154,7 @@ def _artifact(
             sites=variant.artifact.sites,
             target=asked.target,
             architecture=architecture,
-            batch=BatchRange(1, max(sizes), max(sizes), sizes),
+            batch=BatchSizes(1, max(sizes), max(sizes), sizes),
             output=place / "engine",
             sample=variant.directory.parent / ROWS,
             limits=Limits(seconds, MEMORY_BYTES),
@@ -161,7 +162,7 @@ def _artifact(
         )
         return backend.build(request)
     except Exception:
-        return backend.failure(plan, asked.target, "", traceback.format_exc())
+        return backend.failed_artifact(plan, asked.target, "", traceback.format_exc())
 
 
 # Times ----------------------------------------------------------------------------------------------------

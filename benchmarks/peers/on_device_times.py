@@ -23,12 +23,13 @@ from loka_onnx.core import serde
 from loka_onnx.core.devices import CPU
 from loka_onnx.core.engine import EngineArtifact
 from loka_onnx.core.formats import Precision
+from loka_onnx.core.job import BatchSizes
 from loka_onnx.core.plan import PrecisionPlan
 from loka_onnx.engines.onnxruntime.io_binding_session import open_io_binding
 from loka_onnx.engines.onnxruntime.io_binding_settings import SETTINGS_FILE, settings_for, without_graphs
 from loka_onnx.engines.onnxruntime.providers import host_blocker, provider_for
 from loka_onnx.engines.registry import get_backend
-from loka_onnx.engines.request import BatchRange, BuildRequest
+from loka_onnx.engines.request import BuildRequest
 from loka_onnx.errors import LokaError
 from loka_onnx.sessions.onnx_session import OnnxSession, import_onnxruntime
 from loka_onnx.sessions.runner import Runner
@@ -177,7 +178,7 @@ def _onnxruntime(graph: Path, job: TimingJob) -> Runner:
     shutil.copyfile(graph, engine)
     plan = PrecisionPlan("as written", "", Precision.FP32, (), {}, 0.0)
     sizes = tuple(sorted(job.batches))
-    batch = BatchRange(1, max(sizes), max(sizes), sizes)
+    batch = BatchSizes(1, max(sizes), max(sizes), sizes)
     request = BuildRequest(engine, plan, (), job.target, architecture, batch, place, job.directory / ROWS)
     settings = settings_for(provider, request, str(import_onnxruntime().__version__))
     simpler = without_graphs(settings)

@@ -27,7 +27,7 @@ from typing import ClassVar
 
 from loka_onnx.bundle.format.archive import as_directory
 from loka_onnx.bundle.format.files import read_sample, verify_bundle
-from loka_onnx.bundle.format.replace import in_the_way, staged_directory
+from loka_onnx.bundle.format.replace import not_replaced, staged_directory
 from loka_onnx.bundle.writer import Copies
 from loka_onnx.core import serde
 from loka_onnx.core.digests import digest_file
@@ -358,7 +358,7 @@ def _check_destination(destination: Path, bundle: Path) -> None:
         )
     problem = _why_in_the_way(destination) if os.path.lexists(destination) else ""
     if problem:
-        raise in_the_way(destination, problem)
+        raise not_replaced(destination, problem)
 
 
 def _why_in_the_way(destination: Path) -> str:

@@ -126,7 +126,7 @@ class JsonLog:
             self._stream.flush()
 
     def ended(self, exit_code: int) -> None:
-        """The last record of a command."""
+        """Write the last record of a command."""
         level = Level.ERROR if exit_code else Level.INFO
         self.write(Event.ENDED, level, exit_code=exit_code, seconds=time.monotonic() - self._began)
 

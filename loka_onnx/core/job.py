@@ -17,16 +17,40 @@ from loka_onnx.core.plan import PrecisionPlan
 from loka_onnx.core.rewrite import Part
 from loka_onnx.core.serde import STRICT, Component, InsideFile, InsidePath
 from loka_onnx.core.site import Site
+from loka_onnx.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class JobBatch:
-    """Rows per request: fewest, those of tuning, most, and served sizes (ascending), each timed."""
+class BatchSizes:
+    """Rows per request that an engine accepts, tuned for `serve`: 1 ≤ minimum ≤ serve ≤ maximum. `sizes` are
+    the served batch sizes, ascending, each with its CUDA graph or program; `serve` when empty.
+    """
 
     minimum: int
     serve: int
     maximum: int
-    sizes: tuple[int, ...]
+    sizes: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.sizes:
+            # A frozen type allows no other assignment.
+            object.__setattr__(self, "sizes", (self.serve,))
+        if not 1 <= self.minimum <= self.serve <= self.maximum:
+            raise ConfigError(
+                "E0885 batch sizes are out of order",
+                where="batch",
+                evidence=f"min {self.minimum}, serve {self.serve}, max {self.maximum}",
+                remedy="choose 1 <= min <= serve <= max",
+            )
+        if list(self.sizes) != sorted({*self.sizes}) or not (
+            self.minimum <= self.sizes[0] and self.sizes[-1] <= self.maximum
+        ):
+            raise ConfigError(
+                "E0886 served batch sizes are out of order or out of range",
+                where="batch",
+                evidence=f"{', '.join(map(str, self.sizes))}; min {self.minimum}, max {self.maximum}",
+                remedy="give each size once, ascending, from min to max",
+            )
 
 
 @dataclass(frozen=True)
@@ -64,7 +88,7 @@ class BuildJob:
     model: InsidePath
     model_digest: str
     sample: InsidePath
-    batch: JobBatch
+    batch: BatchSizes
     timeout_seconds: float
     memory_bytes: int
     options: dict[str, int]

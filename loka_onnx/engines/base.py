@@ -182,19 +182,21 @@ class Backend(ABC):
         self._check(request)
         reason = self.decline(request.plan, request.architecture) or self.build_blocker(request.architecture)
         if reason:
-            return self.refusal(request.plan, request.target, request.architecture, reason)
+            return self.declined_artifact(request.plan, request.target, request.architecture, reason)
         log = request.output.with_name(f"{request.output.name}.log")
         with staged(request.output) as staging:
             response, detail = self._build_isolated(request, staging, log)
             if response is None:
                 seconds = time.monotonic() - started
-                return self.failure(request.plan, request.target, request.architecture, detail, seconds)
+                return self.failed_artifact(
+                    request.plan, request.target, request.architecture, detail, seconds
+                )
             artifact = self._publish(request, response, staging)
             # Someone may have removed the log of a valid engine.
             text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
             return replace(artifact, remarks=self.read_remarks(text))
 
-    def failure(
+    def failed_artifact(
         self, plan: PrecisionPlan, target: str, architecture: str, detail: str, seconds: float = 0.0
     ) -> EngineArtifact:
         """Artifact without an engine, FAILED with the evidence; the start of every other one."""
@@ -214,9 +216,11 @@ class Backend(ABC):
             detail=detail,
         )
 
-    def refusal(self, plan: PrecisionPlan, target: str, architecture: str, reason: str) -> EngineArtifact:
+    def declined_artifact(
+        self, plan: PrecisionPlan, target: str, architecture: str, reason: str
+    ) -> EngineArtifact:
         """Artifact of a plan that the backend cannot honour."""
-        return replace(self.failure(plan, target, architecture, reason), status=BuildStatus.DECLINED)
+        return replace(self.failed_artifact(plan, target, architecture, reason), status=BuildStatus.DECLINED)
 
     def open(self, artifact: EngineArtifact, path: Path) -> Runner:
         """Load a built engine; an `EngineError` where there is none, it was altered, or cannot run here."""
@@ -304,7 +308,7 @@ class Backend(ABC):
         replace_directory(staging / ENGINE, request.output, staging)
         engine = request.output / response.engine
         return replace(
-            self.failure(request.plan, request.target, request.architecture, response.not_run),
+            self.failed_artifact(request.plan, request.target, request.architecture, response.not_run),
             status=BuildStatus.BUILT_NOT_RUN if response.not_run else BuildStatus.READY,
             path=engine.relative_to(request.relative_to or request.output),
             bytes=size,

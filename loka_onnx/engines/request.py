@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from loka_onnx.core.engine import SitePrecision
 from loka_onnx.core.formats import Precision
+from loka_onnx.core.job import BatchSizes
 from loka_onnx.core.plan import PrecisionPlan
 from loka_onnx.core.serde import STRICT
 from loka_onnx.core.site import Site
@@ -21,39 +22,6 @@ REQUEST, RESPONSE, PHASE, ENGINE = "request.json", "response.json", "phase", "en
 """Names in the directory that parent and child share."""
 WAITING = "waiting"
 """File there while the child waits for the device."""
-
-
-@dataclass(frozen=True)
-class BatchRange:
-    """Rows per request that an engine accepts, tuned for `serve`: 1 ≤ minimum ≤ serve ≤ maximum. `sizes` are
-    the served batch sizes, ascending, each with its CUDA graph or program; `serve` when empty.
-    """
-
-    minimum: int
-    serve: int
-    maximum: int
-    sizes: tuple[int, ...] = ()
-
-    def __post_init__(self) -> None:
-        if not self.sizes:
-            # A frozen type allows no other assignment.
-            object.__setattr__(self, "sizes", (self.serve,))
-        if not 1 <= self.minimum <= self.serve <= self.maximum:
-            raise ConfigError(
-                "E0885 batch sizes are out of order",
-                where="batch",
-                evidence=f"min {self.minimum}, serve {self.serve}, max {self.maximum}",
-                remedy="choose 1 <= min <= serve <= max",
-            )
-        if list(self.sizes) != sorted({*self.sizes}) or not (
-            self.minimum <= self.sizes[0] and self.sizes[-1] <= self.maximum
-        ):
-            raise ConfigError(
-                "E0886 served batch sizes are out of order or out of range",
-                where="batch",
-                evidence=f"{', '.join(map(str, self.sizes))}; min {self.minimum}, max {self.maximum}",
-                remedy="give each size once, ascending, from min to max",
-            )
 
 
 @dataclass(frozen=True)
@@ -91,7 +59,7 @@ class BuildRequest:
     sites: tuple[Site, ...]
     target: str
     architecture: str
-    batch: BatchRange
+    batch: BatchSizes
     output: Path
     sample: Path
     relative_to: Path | None = None

@@ -129,7 +129,7 @@ class KernelTimer:
             how = f"CUDA graphs of {CALLS} calls or more, kernels of one shape in turns, activations warm in "
             how += "the caches, large weights from memory"
         device_clocks = "" if self._torch_device == CPU else clocks()
-        return Provenance(self.device_name, library_versions(), device_clocks, now, how)
+        return Provenance(self.device_name, kernel_versions(), device_clocks, now, how)
 
     def _synchronize(self) -> None:
         import torch
@@ -247,7 +247,7 @@ def device_name(torch_device: str = CUDA) -> str:
     return platform.processor() or platform.machine()
 
 
-def library_versions() -> dict[str, str]:
+def kernel_versions() -> dict[str, str]:
     """Versions of the software that runs the kernels."""
     own = {"python": platform.python_version(), "loka-onnx": version("loka-onnx")}
     return own | versions_of(("torch", "triton"))

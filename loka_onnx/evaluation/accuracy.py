@@ -24,7 +24,7 @@ from loka_onnx.core.evaluation import (
 )
 from loka_onnx.core.intervals import Interval
 from loka_onnx.errors import EvaluationError
-from loka_onnx.evaluation.budget import judge
+from loka_onnx.evaluation.budget import budget_verdict
 from loka_onnx.evaluation.columns import Groups, Scores, Truth, read_scores, read_truth, refuse_no_rows
 from loka_onnx.evaluation.paired import PairedRows, loss_rows, paired_rows
 from loka_onnx.evaluation.slices import SliceColumn, read_slices, slice_differences
@@ -94,7 +94,10 @@ def evaluate_reference(
     specs: tuple[OutputSpec, ...],
     curves: bool = False,
 ) -> tuple[OutputEvaluation, ...]:
-    """Return the quality of the FP32 reference itself, per spec; arguments are as of `evaluate_outputs`."""
+    """Return the quality of the FP32 reference itself, per spec; with its calibration where `curves` is set.
+
+    Other arguments are as of `evaluate_outputs`.
+    """
     evaluations = []
     for spec in specs:
         truth = read_truth(columns, spec, None)
@@ -144,7 +147,7 @@ def evaluate_outputs(
                 calibration=_calibration(after, truth) if units.curves else (),
                 drift=_drift(before, after) if units.curves else {},
                 basis=basis,
-                **vars(judge(spec, difference, basis)),
+                **vars(budget_verdict(spec, difference, basis)),
             )
         )
     return tuple(evaluations)

@@ -49,7 +49,7 @@ class BudgetVerdict:
     remarks: tuple[str, ...]
 
 
-def judge(spec: OutputSpec, difference: PairedDifference, basis: Basis) -> BudgetVerdict:
+def budget_verdict(spec: OutputSpec, difference: PairedDifference, basis: Basis) -> BudgetVerdict:
     """Compare the measured difference of one output, on its statistical basis, with its budget and guards."""
     guards = []
     for name, limit in ((Because.MAX_KL, spec.kl_limit), (Because.MAX_AUC_DROP, spec.max_auc_drop)):

@@ -29,7 +29,7 @@ from loka_onnx.graph.id_bounds import id_bounds
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.graph.storage import model_digest
 from loka_onnx.pipeline.context import CHECK_ROWS, LABEL_ROWS, Context, RunSettings
-from loka_onnx.pipeline.directory import Stage
+from loka_onnx.pipeline.directory import DocumentStage
 from loka_onnx.pipeline.mods import ChosenMods, rewrite
 from loka_onnx.pipeline.outlook import Outlook, look_ahead
 from loka_onnx.pipeline.plans import check_targets
@@ -41,7 +41,7 @@ from loka_onnx.sessions.runner import Arrays
 if TYPE_CHECKING:
     from torch import nn
 
-EXPORT = Stage("export", "model/exported.json", ModelArtifact)
+EXPORT = DocumentStage("export", "model/exported.json", ModelArtifact)
 
 
 def export_model(settings: RunSettings) -> ModelArtifact:
@@ -67,7 +67,7 @@ def export_model(settings: RunSettings) -> ModelArtifact:
             rows = next(open_splits(config, bindings).calibration.batches(CHECK_ROWS))
             return export_torch(torch_model.module, rows.inputs, target, settings.specs)
 
-    return settings.directory.document(EXPORT, {**reads, "outputs": settings.measured_outputs}, make)
+    return settings.directory.document(EXPORT, {**reads, "outputs": settings.outputs_without_limits}, make)
 
 
 @dataclass(frozen=True)
@@ -189,9 +189,8 @@ def _check_labels(
             try:
                 labels = read_truth(columns, spec, None).labels
             except DataError as error:
-                raise DataError(
-                    error.coded, where=where, evidence=error.evidence, remedy=error.remedy
-                ) from error
+                error.restate(where=where)
+                raise
             if are_judged and labels is not None and labels.min() == labels.max():
                 raise DataError(
                     f"E1534 column '{spec.label}' holds one label alone",

@@ -20,17 +20,17 @@ from loka_onnx.core.digests import digest_file
 from loka_onnx.core.engine import BuildStatus, EngineArtifact, EngineSet
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.installation import cache_directory
-from loka_onnx.core.job import BuildJob
+from loka_onnx.core.job import BatchSizes, BuildJob
 from loka_onnx.core.plan import PlanSet, PrecisionPlan
 from loka_onnx.core.refinement import RefinedRun
 from loka_onnx.core.rewrite import Part, RewriteLog, RewriteLogs
 from loka_onnx.engines.base import Backend
 from loka_onnx.engines.cache import EngineCache
-from loka_onnx.engines.request import BatchRange, BuildRequest, Limits
+from loka_onnx.engines.request import BuildRequest, Limits
 from loka_onnx.errors import EngineError, MissingPackage, TransformError
 from loka_onnx.pipeline.building import Task, build_all, how_many
 from loka_onnx.pipeline.correcting import Correcting
-from loka_onnx.pipeline.directory import Stage
+from loka_onnx.pipeline.directory import DocumentStage
 from loka_onnx.pipeline.job_execution import execute_on_cluster
 from loka_onnx.pipeline.job_results import RESULT_DOCUMENT, merge_result, read_result
 from loka_onnx.pipeline.jobs import BUILD_JOB, JOBS, RESULT, JobOrigin, write_job
@@ -75,7 +75,7 @@ class Built:
     rewrites: RewriteLogs
 
 
-BUILD = Stage("build", {"engines": "engines.json", "rewrites": "rewrites.json"}, Built)
+BUILD = DocumentStage("build", {"engines": "engines.json", "rewrites": "rewrites.json"}, Built)
 
 
 @dataclass(frozen=True)
@@ -169,12 +169,12 @@ class EngineBuilder:
             away = backend.build_blocker(architecture)
             reason = away if away and not self._config.build.jobs else None
         if reason is not None:
-            return partial(backend.refusal, plan, candidate.target, architecture, reason)
+            return partial(backend.declined_artifact, plan, candidate.target, architecture, reason)
         try:
             whole = self.judging.context.exported
             request = self._request(whole if plan.untouched else source.model, candidate)
         except TransformError as error:
-            return partial(backend.failure, plan, candidate.target, architecture, str(error))
+            return partial(backend.failed_artifact, plan, candidate.target, architecture, str(error))
         if not away:
             build = self._config.build
             cache = EngineCache(build.cache or cache_directory() / "engines", int(build.cache_gb * 1e9))
@@ -204,7 +204,7 @@ class EngineBuilder:
             sites=planned.sites,
             target=candidate.target,
             architecture=candidate.architecture,
-            batch=BatchRange(batch.min, serve, batch.max, tuple(sorted({*batch.serve}))),
+            batch=BatchSizes(batch.min, serve, batch.max, tuple(sorted({*batch.serve}))),
             output=self._root / "engines" / candidate.directory,
             sample=self._root / SAMPLE,
             relative_to=self._root,
@@ -246,7 +246,7 @@ class EngineBuilder:
         c, place = written.candidate, written.directory.relative_to(self._root)
         detail = f"{written.reason}; `{BUILD_JOB} {place}` builds it on a host with {c.target}"
         detail += f"; the cluster: {failure}" if failure else ""
-        artifact = c.backend.failure(c.plan, c.target, c.architecture, detail)
+        artifact = c.backend.failed_artifact(c.plan, c.target, c.architecture, detail)
         return replace(artifact, status=BuildStatus.WAITING)
 
     def _planned_model(self, model: ModelArtifact, candidate: Candidate) -> PlannedModel:

@@ -47,8 +47,8 @@ class RunSettings:
         return self.config.output_specs
 
     @property
-    def measured_outputs(self) -> list[dict[str, Any]]:
-        """Keys of the judged outputs without their limits, on which no measurement depends."""
+    def outputs_without_limits(self) -> list[dict[str, Any]]:
+        """Entries of the judged outputs in the run file; no measurement depends on their limits."""
         limits = {"budget", "max_kl", "max_auc_drop"}
         return [output.model_dump(mode="json", exclude=limits) for output in self.config.outputs]
 

@@ -27,7 +27,7 @@ from loka_onnx.evaluation.predictions import Run, predict
 from loka_onnx.graph.biases import expose_scores
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.pipeline.context import Context
-from loka_onnx.pipeline.directory import Stage
+from loka_onnx.pipeline.directory import DocumentStage
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
 from loka_onnx.transforms.precision.apply_plan import PlanForm, apply_plan
 from loka_onnx.transforms.precision.insert_qdq import check_decision
@@ -37,7 +37,7 @@ FITTED_ROWS = 32_768
 HOPELESS = 3.0
 """Predicted KL over the budget from which on nothing is tried: no constant was seen to take off more than two
 thirds."""
-CORRECT = Stage("correct", "corrections.json", CorrectionSet)
+CORRECT = DocumentStage("correct", "corrections.json", CorrectionSet)
 SCRATCH = "calibration/instrumented"
 
 

@@ -67,7 +67,7 @@ LOCK = ".run.lock"
 
 
 @dataclass(frozen=True)
-class Stage(Generic[T]):
+class DocumentStage(Generic[T]):
     """A stage whose result is a document, or a dataclass of documents (a mapping has the path of each)."""
 
     name: str
@@ -314,14 +314,14 @@ class RunDirectory:
 
     def document(
         self,
-        stage: Stage[T],
+        stage: DocumentStage[T],
         reads: Mapping[str, Any],
         make: Callable[[], T],
         files: Callable[[list[Path]], Iterable[Path]] = list,
         *,
         again: bool | Callable[[T], bool] = False,
     ) -> T:
-        """Run a stage that leaves documents, or take them over; `files` adds to those of `Stage.write`."""
+        """Run a stage that leaves documents, or take them over; `files` adds to those of its `write`."""
         return self.stage(
             stage.name,
             reads,

@@ -33,7 +33,7 @@ from loka_onnx.core.rewrite import RewriteLog
 from loka_onnx.core.throughput import ThroughputSet
 from loka_onnx.graph.model_graph import read_model_graph
 from loka_onnx.pipeline.context import Context
-from loka_onnx.pipeline.directory import Stage
+from loka_onnx.pipeline.directory import DocumentStage
 from loka_onnx.pipeline.job_results import choosable
 from loka_onnx.pipeline.judging import Judging
 from loka_onnx.pipeline.rows import split_rule
@@ -50,7 +50,7 @@ from loka_onnx.report import (
 )
 from loka_onnx.sessions.runner import Arrays
 
-CHOOSE = Stage("choose", "choice.json", Choice)
+CHOOSE = DocumentStage("choose", "choice.json", Choice)
 SAMPLE_ROWS = 16
 """Rows of the sample that a bundle carries, where engines take so many."""
 SIMULATION_MARGIN = 4.0

@@ -7,7 +7,6 @@ nodes reach the run directory under the same path, and have this package in the 
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -17,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from loka_onnx.calibration.passes.ray_executor import connect, import_ray
 from loka_onnx.core import serde
 from loka_onnx.core.engine import BuildStatus
 from loka_onnx.core.evaluation import Latency
@@ -174,10 +174,20 @@ def execute_on_cluster(jobs: Mapping[Path, str], address: str | None, progress: 
     this process already has is used as it is. Raises EngineError if no cluster answers; MissingPackage if Ray
     is not installed.
     """
-    ray = _import_ray()
+    without = "or leave out `build.executor`"
+    ray = import_ray(
+        MissingPackage(
+            "E1506 Ray is not installed",
+            remedy=f"pip install 'loka-onnx[ray]', {without} and carry the jobs yourself",
+        )
+    )
     is_ours = not ray.is_initialized()
     if is_ours:
-        _connect(ray, address)
+        with EngineError(
+            f"E1507 no Ray cluster answers at '{address or 'auto'}'",
+            remedy=f"correct `build.ray_address`, {without}: jobs then wait in `jobs/`",
+        ).in_place_of(OSError, RuntimeError, ValueError, words=line_of):
+            connect(ray, address or "auto")
     waiting: dict[Any, Path] = {}
     failures: dict[Path, str] = {}
     try:
@@ -221,28 +231,3 @@ def _execute(directory: str) -> str:
     except LokaError as error:
         return str(error)
     return ""
-
-
-def _import_ray() -> Any:
-    with MissingPackage(
-        "E1506 Ray is not installed",
-        remedy="pip install 'loka-onnx[ray]', or leave out `build.executor` and carry the jobs yourself",
-    ).in_place_of(ImportError):
-        import ray
-        import ray.exceptions
-    return ray
-
-
-def _connect(ray: Any, address: str | None) -> None:
-    # Ray reports its use to its makers unless told otherwise.
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    host, _, port = (address or "").rpartition(":")
-    silent_cluster = EngineError(
-        f"E1507 no Ray cluster answers at '{address or 'auto'}'",
-        remedy="correct `build.ray_address`, or leave out `build.executor`: jobs then wait in `jobs/`",
-    )
-    with silent_cluster.in_place_of(OSError, RuntimeError, ValueError, words=line_of):
-        if port.isdecimal():
-            # Where nothing listens, Ray itself takes minutes to say so.
-            socket.create_connection((host, int(port)), timeout=10.0).close()
-        ray.init(address=address or "auto", log_to_driver=False, logging_level="ERROR")

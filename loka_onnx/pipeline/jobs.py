@@ -21,10 +21,10 @@ import numpy.typing as npt
 from loka_onnx.core import serde
 from loka_onnx.core.digests import digest_file
 from loka_onnx.core.evaluation import InputPlace
-from loka_onnx.core.job import BuildJob, JobBatch, JobRows
+from loka_onnx.core.job import BuildJob, JobRows
 from loka_onnx.core.rewrite import Part
 from loka_onnx.engines.isolation import replace_directory, staged
-from loka_onnx.engines.request import BatchRange, BuildRequest, Limits
+from loka_onnx.engines.request import BuildRequest, Limits
 from loka_onnx.errors import ModelError, UserError
 from loka_onnx.graph.storage import link_or_copy, model_files, read_proto
 
@@ -87,7 +87,7 @@ def write_job(directory: Path, request: BuildRequest, origin: JobOrigin) -> Buil
             model=Path(_MODEL) / request.model.name,
             model_digest=request.plan.model_digest,
             sample=Path(_SAMPLE),
-            batch=JobBatch(**vars(request.batch)),
+            batch=request.batch,
             timeout_seconds=request.limits.seconds,
             memory_bytes=request.limits.memory_bytes,
             options=dict(request.options),
@@ -133,7 +133,7 @@ def request_of(job: BuildJob, directory: Path, output: Path) -> BuildRequest:
         sites=job.sites,
         target=job.target,
         architecture=job.architecture,
-        batch=BatchRange(**vars(job.batch)),
+        batch=job.batch,
         output=output,
         sample=directory / job.sample,
         relative_to=output.parent,

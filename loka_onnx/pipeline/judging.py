@@ -33,7 +33,7 @@ from loka_onnx.evaluation.latency import (
 )
 from loka_onnx.evaluation.predictions import Run, padded
 from loka_onnx.pipeline.context import Context
-from loka_onnx.pipeline.directory import Stage
+from loka_onnx.pipeline.directory import DocumentStage
 from loka_onnx.pipeline.job_results import ElsewhereRuns
 from loka_onnx.pipeline.jobs import JOBS, SplitRows
 from loka_onnx.pipeline.splitting import LOOKUP, beside_lookup
@@ -47,7 +47,7 @@ PER_LOAD = LatencyOptions(warmup=3, min_repeats=3, max_repeats=30, max_seconds=0
 """Limits of timing one engine at one batch size in one load; 0.6 seconds over the first `LOADS`."""
 PATIENCE = 60.0
 """Seconds of timing the engines of a kind from which on none is loaded more than `LOADS` times."""
-EVALUATE = Stage("evaluate", "evaluation.json", EvaluationSet)
+EVALUATE = DocumentStage("evaluate", "evaluation.json", EvaluationSet)
 JOB_TIMED_BYTES = 1 << 26
 """Most bytes of the generated rows that a build job carries for latencies; rows repeat beyond."""
 
@@ -78,7 +78,7 @@ class Judging:
             EVALUATE,
             reads,
             lambda: EvaluationSet(self.judge_attempt(engines.engines, 0, known), f"{datetime.now(UTC):%F}"),
-            again=lambda earlier: counts_here(earlier.evaluations, engines.engines),
+            again=lambda earlier: can_be_timed_on_target(earlier.evaluations, engines.engines),
         )
 
     def reads(self, engines: EngineSet) -> dict[str, object]:
@@ -276,7 +276,7 @@ class Judging:
         return SplitRows("timed", rows, rows, lambda: iter([sample(rows)]))
 
 
-def counts_here(evaluations: Sequence[Evaluation], engines: Sequence[EngineArtifact]) -> bool:
+def can_be_timed_on_target(evaluations: Sequence[Evaluation], engines: Sequence[EngineArtifact]) -> bool:
     """True if this machine has the target of engines that were timed on a device of another full name."""
     # Run files name an H100 PCIe and an H100 80GB HBM3 alike; a time belongs to one of them.
     timed = {e.engine: {latency.device for latency in e.latencies} for e in evaluations if e.latencies}

@@ -40,7 +40,7 @@ from loka_onnx.numerics.intervals import CONFIDENCE
 from loka_onnx.pipeline.candidates import Additions, results_of_jobs
 from loka_onnx.pipeline.context import Context
 from loka_onnx.pipeline.correcting import mean_rows, output_names, simulate
-from loka_onnx.pipeline.directory import Stage
+from loka_onnx.pipeline.directory import DocumentStage
 from loka_onnx.pipeline.emission import Results, choice_options
 from loka_onnx.pipeline.job_results import choosable
 from loka_onnx.pipeline.jobs import JOBS
@@ -50,7 +50,7 @@ from loka_onnx.planning.choice import not_certified
 from loka_onnx.planning.climbing import SHARES, Goal, Judged, climb, design_spread
 from loka_onnx.planning.policy import LadderStart, Planner
 
-LADDER = Stage("ladder", "ladder.json", Climbs)
+LADDER = DocumentStage("ladder", "ladder.json", Climbs)
 SCRATCH = "calibration/instrumented/ladder.onnx"
 
 
@@ -131,7 +131,7 @@ def _attempt(judging: Judging, results: Results, number: int, missed: Sequence[s
         "evaluations": results.evaluations,
         "results": results_of_jobs(context.path(JOBS)),
     }
-    stage = Stage(f"attempt {number + 1}", f"attempt-{number + 1}.json", RefinedRun)
+    stage = DocumentStage(f"attempt {number + 1}", f"attempt-{number + 1}.json", RefinedRun)
     return context.directory.document(stage, reads, make, lambda written: [*written, *additions.files])
 
 

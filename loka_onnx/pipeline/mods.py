@@ -17,7 +17,7 @@ from loka_onnx.errors import ConfigError, nearest
 from loka_onnx.graph.storage import model_files
 from loka_onnx.numerics.product_error import Rounding
 from loka_onnx.pipeline.context import CHECK_ROWS, Context
-from loka_onnx.pipeline.directory import Stage
+from loka_onnx.pipeline.directory import DocumentStage
 from loka_onnx.pipeline.plans import planned_formats, planned_recipes
 from loka_onnx.pipeline.probing import Probing
 from loka_onnx.planning.high_error_channels import errors_to_leave
@@ -46,9 +46,9 @@ class SplitModel(Rewritten):
 HIGH_ERROR_CHANNELS = "model/loud-channels.json"
 _MODIFIED = "model/modified.onnx"
 _MERGED = {"model": "model/merged.json", "log": "model/merged-mods.json"}
-MODS = Stage("mods", _MERGED, Rewritten)
-MEASURED_MODS = Stage("mods", {**_MERGED, "profile": "calibration/merged.json"}, MeasuredModel)
-HIGH_ERROR = Stage(
+MODS = DocumentStage("mods", _MERGED, Rewritten)
+MEASURED_MODS = DocumentStage("mods", {**_MERGED, "profile": "calibration/merged.json"}, MeasuredModel)
+HIGH_ERROR = DocumentStage(
     "loud channels",
     {"model": "model/modified.json", "log": "model/mods.json", "left": HIGH_ERROR_CHANNELS},
     SplitModel,

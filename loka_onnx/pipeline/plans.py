@@ -17,13 +17,13 @@ from loka_onnx.engines.base import Backend
 from loka_onnx.engines.registry import get_backend
 from loka_onnx.errors import Collected, ConfigError
 from loka_onnx.pipeline.context import Context
-from loka_onnx.pipeline.directory import Stage
+from loka_onnx.pipeline.directory import DocumentStage
 from loka_onnx.pipeline.tuning import TIMINGS
 from loka_onnx.planning.policy import Planner, PlanOptions, make_plans
 from loka_onnx.planning.site_speed import DeviceTimings
 from loka_onnx.planning.timings import known_timings
 
-PLAN = Stage("plan", "plan.json", PlanSet)
+PLAN = DocumentStage("plan", "plan.json", PlanSet)
 _PERCENTILE = "percentile-99.99"
 _RULES = {
     ScaleRule.AMAX: (AMAX,),
@@ -138,9 +138,8 @@ def _check_backend(target: TargetConfig, name: str, key: str) -> None:
         try:
             backend.architectures(target.device)
         except ConfigError as error:
-            raise ConfigError(
-                error.coded, where=f"`{key}.device`", evidence=error.evidence, remedy=error.remedy
-            ) from error
+            error.restate(where=f"`{key}.device`")
+            raise
     if options is not None:
         backend.check_options(options, f"`{key}.options.{name}` (device '{target.device}')")
 

@@ -33,15 +33,15 @@ from loka_onnx.errors import ConfigError
 from loka_onnx.graph.layout import layout_root
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.pipeline.context import Context
-from loka_onnx.pipeline.directory import Stage
+from loka_onnx.pipeline.directory import DocumentStage
 from loka_onnx.pipeline.plans import base_precision, competing_plans, planned_recipes
 from loka_onnx.planning.policy import open_verdicts
 
 EXPORTED, MODIFIED = "calibration/exported.json", "profile.json"
 """Profiles of the exported model and of the model after mods, below the run directory."""
-CALIBRATE = Stage("calibrate", EXPORTED, Profile)
-RECALIBRATE = Stage("recalibrate", MODIFIED, Profile)
-REFRESH = Stage("refresh", MODIFIED, Profile)
+CALIBRATE = DocumentStage("calibrate", EXPORTED, Profile)
+RECALIBRATE = DocumentStage("recalibrate", MODIFIED, Profile)
+REFRESH = DocumentStage("refresh", MODIFIED, Profile)
 REFRESH_ROWS = 4096
 """Rows that errors and sensitivities of a retrained model are taken from, at most."""
 
@@ -233,7 +233,7 @@ class Probing:
             ),
             "plan.weight_granularity": self.config.plan.weight_granularity,
             "recipes": [recipe.id for recipe in planned_recipes(self.config)],
-            "outputs": self.context.measured_outputs,
+            "outputs": self.context.outputs_without_limits,
             "data.group": self.config.data.group,
             "data.synthetic": self.config.data.synthetic,
         }

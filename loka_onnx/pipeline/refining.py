@@ -45,13 +45,13 @@ from loka_onnx.core.refinement import (
 from loka_onnx.evaluation.engines import with_latencies
 from loka_onnx.evaluation.latency import Interleaved
 from loka_onnx.pipeline.candidates import Additions
-from loka_onnx.pipeline.directory import Stage
+from loka_onnx.pipeline.directory import DocumentStage
 from loka_onnx.pipeline.emission import Results
-from loka_onnx.pipeline.judging import Judging, counts_here
+from loka_onnx.pipeline.judging import Judging, can_be_timed_on_target
 from loka_onnx.pipeline.ladder_stage import Climbing
 from loka_onnx.pipeline.plans import search_plans
 from loka_onnx.planning.choice import NOISE, group_by_hardware
-from loka_onnx.planning.expected_latency import Known, Point, Prediction, front, predict
+from loka_onnx.planning.expected_latency import Known, Point, Prediction, front, predict_latency
 from loka_onnx.planning.ladder import Ladder, Reverted
 from loka_onnx.planning.speed import Speed
 
@@ -64,7 +64,7 @@ class Rounds:
     added: RefinedRun
 
 
-REFINE = Stage("refine", {"document": "refinement.json", "added": REFINED_NAME}, Rounds)
+REFINE = DocumentStage("refine", {"document": "refinement.json", "added": REFINED_NAME}, Rounds)
 
 
 def refine_engines(judging: Judging, results: Results) -> Results:
@@ -103,7 +103,7 @@ def refine_engines(judging: Judging, results: Results) -> Results:
         make,
         lambda written: [*written, *bench.additions.files],
         # Plans that were refined on another device are refined again on a target's own.
-        again=lambda earlier: counts_here(earlier.added.evaluations.evaluations, engines),
+        again=lambda earlier: can_be_timed_on_target(earlier.added.evaluations.evaluations, engines),
     )
     return replace(results.with_added(rounds.added), refinement=rounds.document)
 
@@ -386,7 +386,7 @@ class _Loop:
             if trial.speed and (engine.backend, engine.architecture) == (like.backend, like.architecture):
                 us = {b: x.p50_us / pace[b] for b, x in trial.speed.latencies.items() if b in pace}
                 known.append(Known(engine.id, trial.plan, us))
-        return predict(plan, known, like.target)
+        return predict_latency(plan, known, like.target)
 
     def _pace(self, trial: _Trial) -> Mapping[int, float]:
         """Anchor's time in the round of an engine over its time in the first round, by batch size."""

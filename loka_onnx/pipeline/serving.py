@@ -13,14 +13,14 @@ from loka_onnx.core.throughput import CHOSEN, HIGH_PRECISION, Throughput, Throug
 from loka_onnx.errors import StageError
 from loka_onnx.evaluation.latency import Run
 from loka_onnx.evaluation.throughput import LoadOptions, find_highest_rate
-from loka_onnx.pipeline.directory import Stage
+from loka_onnx.pipeline.directory import DocumentStage
 from loka_onnx.pipeline.emission import Results
 from loka_onnx.pipeline.judging import Judging
 from loka_onnx.planning.evidence import Evidence
 from loka_onnx.sessions.host_devices import device_of_architecture, is_target
 from loka_onnx.sessions.runner import Arrays, Resident, Runner
 
-LOAD = Stage("throughput", "throughput.json", ThroughputSet)
+LOAD = DocumentStage("throughput", "throughput.json", ThroughputSet)
 INPUT_SETS = 4
 """Different requests that are taken in turns, so that embedding rows are not all in cache."""
 

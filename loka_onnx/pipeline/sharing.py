@@ -11,13 +11,13 @@ from loka_onnx.core.rewrite import Declined, SharedUsers
 from loka_onnx.evaluation.latency import LatencyOptions, measure_interleaved, prepared
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.pipeline.context import CHECK_ROWS, Context
-from loka_onnx.pipeline.directory import Stage
+from loka_onnx.pipeline.directory import DocumentStage
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
 from loka_onnx.transforms.base import Mod, record
 from loka_onnx.transforms.requests.share_users import SHARE_USERS, share_users
 from loka_onnx.transforms.sequence import STRICT, change
 
-REQUEST = Stage("request", "model/request.json", SharedUsers)
+REQUEST = DocumentStage("request", "model/request.json", SharedUsers)
 FILE = "model/request.onnx"
 
 

@@ -18,7 +18,7 @@ from loka_onnx.core.rewrite import Declined, ModelSplit, Part, SplitCheck
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.graph.storage import model_files
 from loka_onnx.pipeline.context import CHECK_ROWS, Context
-from loka_onnx.pipeline.directory import Stage
+from loka_onnx.pipeline.directory import DocumentStage
 from loka_onnx.sessions.runner import Arrays
 from loka_onnx.transforms.lookups.split_sparse import (
     DENSE_FILE,
@@ -29,7 +29,7 @@ from loka_onnx.transforms.lookups.split_sparse import (
 )
 from loka_onnx.transforms.precision.apply_plan import check_plan
 
-SPLIT = Stage("split", "model/split.json", ModelSplit)
+SPLIT = DocumentStage("split", "model/split.json", ModelSplit)
 LOOKUP = "lookup"
 """Id under which the lookup is timed among engines, whose ids name a target and a backend."""
 

@@ -108,7 +108,7 @@ class Evidence:
         return self.plan(engine).base is Precision.FP32 and not self.is_quantized(engine)
 
     def competes(self, engine: EngineArtifact) -> bool:
-        """True if the engine may be selected; a replacement of a plan that missed may not."""
+        """True if the engine may be selected; a plan that stands in for another that missed may not."""
         return not self.plan(engine).instead_of
 
     def attempts(self, selected: EngineArtifact, among: Collection[EngineArtifact]) -> list[EngineArtifact]:

@@ -33,7 +33,7 @@ class Prediction:
     why_not: str = ""
 
 
-def predict(plan: PrecisionPlan, known: Iterable[Known], device: str) -> Prediction | None:
+def predict_latency(plan: PrecisionPlan, known: Iterable[Known], device: str) -> Prediction | None:
     """Return the expected latency of a plan's engine, from engines of its backend and architecture.
 
     It has a reason in place of times where every measured plan has other kernels; None where no plan in the

@@ -58,7 +58,7 @@ class SiteVerdict:
     reason: str
 
 
-def judge(
+def judge_sites(
     sites: Sequence[Site],
     kept: Collection[str],
     profile: Profile,

@@ -29,7 +29,7 @@ from loka_onnx.errors import ConfigError
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.planning.base import UNTOUCHED, Base, Bases, untouched_plan, with_scales
 from loka_onnx.planning.costs import Costs, able_share, allowed_kl, share_of, useful_flops
-from loka_onnx.planning.judging import judge, percent
+from loka_onnx.planning.judging import judge_sites, percent
 from loka_onnx.planning.ladder import Ladder
 from loka_onnx.planning.mixing import Mixture, mix_formats, why_no_integers
 from loka_onnx.planning.patterns import nothing_left, wishes
@@ -147,7 +147,8 @@ def open_verdicts(
     More rows may decide them. `confidence` is joint over the intervals of one precision.
     """
     in_each = [
-        judge(model.sites, (), profile.of(precision), outputs, confidence) for precision in profile.precisions
+        judge_sites(model.sites, (), profile.of(precision), outputs, confidence)
+        for precision in profile.precisions
     ]
     return tuple(
         site.name
@@ -188,7 +189,7 @@ class Planner:
         named, forced = wishes(model, graph, options.keep, options.force, options.exported)
         self.kept, self.forced = named.sites, forced.sites
         self.notes = [*nothing_left("plan.keep", named.nothing), *nothing_left("plan.force", forced.nothing)]
-        self.judgements = judge(model.sites, self.kept, profile, outputs, options.confidence)
+        self.judgements = judge_sites(model.sites, self.kept, profile, outputs, options.confidence)
         self.bases = Bases(graph, profile.tensors, options.protect, named.nodes, self.forced)
 
     def plans(self, plan_id: str) -> Iterator[PrecisionPlan]:

@@ -20,7 +20,7 @@ _TONES = {Why.BEYOND: Tone.BAD, Why.NOT_CERTIFIED: Tone.BAD, Why.FAILED: Tone.BA
 
 
 def choice_sections(data: ReportData) -> tuple[Section, ...]:
-    """Return the choice and its rejections; empty with one candidate only."""
+    """Return the section on the choice, rejections and predicted latencies; none with nothing to tell."""
     tables = tuple(_tables(data))
     items = tuple(not_predicted_text(engine, why) for engine, why in data.choice.not_predicted.items())
     if not tables and not items:

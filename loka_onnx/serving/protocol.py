@@ -191,8 +191,8 @@ def _inputs(document: Mapping[str, Any], payload: memoryview, card: Card) -> Arr
             inputs[name] = _from_bytes(payload[start : start + size], _datatype_of(specs[name]), shape)
             start += size
         except DataError as error:
-            where = f"input '{name}'"
-            raise DataError(error.coded, where=where, evidence=error.evidence, remedy=error.remedy) from error
+            error.restate(where=f"input '{name}'")
+            raise
     if start != len(payload):
         raise DataError(
             "E1407 the body goes on behind its last tensor",

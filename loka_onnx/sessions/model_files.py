@@ -74,7 +74,7 @@ def operators(model: onnx.ModelProto) -> frozenset[str]:
 
 
 def nested_nodes(body: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
-    """Nodes including those of subgraphs, of which protobuf reads at most 33 levels."""
+    """Yield nodes and those of their subgraphs; the recursion ends, as protobuf reads at most 33 levels."""
     for node in body:
         yield node
         for attribute in node.attribute:

@@ -16,10 +16,11 @@ from tiny_models import MlpShape, TinyModel, mlp, request_for, write_sample
 
 from loka_onnx.core.engine import BuildStatus, EngineArtifact
 from loka_onnx.core.formats import Precision
+from loka_onnx.core.job import BatchSizes
 from loka_onnx.engines import cache as cache_module
 from loka_onnx.engines.cache import EngineCache, cache_key
 from loka_onnx.engines.onnxruntime.backend import OnnxRuntimeBackend
-from loka_onnx.engines.request import BatchRange, BuildRequest, Limits
+from loka_onnx.engines.request import BuildRequest, Limits
 from loka_onnx.errors import OutputError
 from loka_onnx.sessions import host_devices
 from loka_onnx.sessions.cuda import CudaDevice
@@ -52,7 +53,7 @@ class Fake(Counting):
         self.built += 1
         request.output.mkdir(parents=True, exist_ok=True)
         (request.output / "engine.onnx").write_bytes(bytes([self.built]) * self.size)
-        plain = self.failure(request.plan, request.target, request.architecture, "", 2.5)
+        plain = self.failed_artifact(request.plan, request.target, request.architecture, "", 2.5)
         path = (request.output / "engine.onnx").relative_to(request.relative_to or request.output)
         return replace(plain, status=BuildStatus.READY, path=path, bytes=self.size, digest="d")
 
@@ -115,7 +116,7 @@ def test_everything_that_a_build_depends_on_is_in_the_key(model, tmp_path):
     others: dict[str, tuple[object, ...]] = {
         "plan": (replace(model.plan, base=Precision.BF16),),
         "sites": (model.sites[:1],),
-        "batch": (BatchRange(1, 8, 32), BatchRange(1, 8, 16, (8, 16))),
+        "batch": (BatchSizes(1, 8, 32), BatchSizes(1, 8, 16, (8, 16))),
         "options": ({"level": 3},),
         "sample": (write_sample(tmp_path / "other.npz", {"x": (64,)}, rows=9),),
         "architecture": ("sm90",),
@@ -170,7 +171,7 @@ def test_an_entry_that_is_not_whole_is_built_again(model, tmp_path, harm):
 
 def test_what_was_not_used_for_longest_goes_first(model, tmp_path):
     backend, cache = Fake(), EngineCache(tmp_path / "cache", 12_000)
-    requests = [request_for(model, tmp_path / "e", batch=BatchRange(1, 8, 16 + i)) for i in range(4)]
+    requests = [request_for(model, tmp_path / "e", batch=BatchSizes(1, 8, 16 + i)) for i in range(4)]
 
     def hits() -> list[bool]:
         held = {entry.name for entry in cache.entries()}
@@ -278,14 +279,14 @@ sys.path[:0] = [sys.argv[1]]
 import test_engine_cache as t
 from tiny_models import mlp
 from loka_onnx.core.formats import Precision
-from loka_onnx.engines.request import BatchRange
+from loka_onnx.core.job import BatchSizes
 here, cache = Path(sys.argv[2]), t.EngineCache(Path(sys.argv[3]), 12_000)
 here.mkdir()
 model = mlp(here / "m", Precision.FP32, Precision.FP32, fp8=False)
 backend = t.Fake()
 backend.size = 3000
 for i in range(60):
-    request = replace(t.request_for(model, here / "e"), batch=BatchRange(1, 8, 16 + i % 3))
+    request = replace(t.request_for(model, here / "e"), batch=BatchSizes(1, 8, 16 + i % 3))
     found = cache.build(backend, request)
     content = (here / "e/engine.onnx").read_bytes()
     assert len(content) == 3000 and len(set(content)) == 1, i

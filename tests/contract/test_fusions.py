@@ -13,10 +13,10 @@ from tiny_models import GraphWriter
 from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.backends import Fusions, backend_names
 from loka_onnx.core.formats import Precision
+from loka_onnx.core.job import BatchSizes
 from loka_onnx.core.plan import Decision, PrecisionPlan, Verdict
 from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR, Recipe
 from loka_onnx.core.site import Site, SiteKind
-from loka_onnx.engines.request import BatchRange
 from loka_onnx.engines.tensorrt.compiled_graph import CompiledGraph, read_compiled_graphs
 from loka_onnx.engines.tensorrt.site_precision import site_precisions
 from loka_onnx.graph.model import GraphModel
@@ -62,7 +62,7 @@ def compiled(folder: Path, model: onnx.ModelProto, *, dialect: bool = True) -> t
 
     path = folder / "model.onnx"
     onnx.save(model, path)
-    settings = BuildSettings("sm89", BatchRange(1, 64, 256), rtx_dialect=dialect)
+    settings = BuildSettings("sm89", BatchSizes(1, 64, 256), rtx_dialect=dialect)
     build_engine(trt, path, settings, folder / "engine.trt")
     return read_compiled_graphs(folder / "engine.trt")
 

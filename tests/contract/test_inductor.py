@@ -16,18 +16,18 @@ from tiny_models import GraphWriter, TinyModel, make_plan, request_for, write_sa
 
 from loka_onnx.core.engine import BuildStatus, EngineArtifact
 from loka_onnx.core.formats import Precision
+from loka_onnx.core.job import BatchSizes
 from loka_onnx.core.site import SiteKind
 from loka_onnx.engines.inductor.backend import InductorBackend
 from loka_onnx.engines.inductor.package import read_engine, read_sources
 from loka_onnx.engines.inductor.site_precision import PRODUCT_KERNEL, SCALED, product_calls
-from loka_onnx.engines.request import BatchRange
 from loka_onnx.sessions.backends import fusions_of
 from loka_onnx.sessions.cuda import list_cuda_devices
 
 torch = pytest.importorskip("torch", reason="needs torch")
 
 WIDTHS = (64, 48, 32, 8)
-BATCH = BatchRange(1, 8, 16, (4, 8))
+BATCH = BatchSizes(1, 8, 16, (4, 8))
 DEVICES = [
     pytest.param("cpu", marks=pytest.mark.slow),
     pytest.param("gpu", marks=[pytest.mark.slow, pytest.mark.gpu]),

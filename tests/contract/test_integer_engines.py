@@ -14,13 +14,13 @@ from tiny_models import TinyModel, request_for
 from loka_onnx.core.artifact import ModelArtifact, OutputKind, OutputSpec
 from loka_onnx.core.engine import BuildStatus, EngineArtifact
 from loka_onnx.core.formats import E4M3FN, INT8, UINT8, NumberFormat, Precision
+from loka_onnx.core.job import BatchSizes
 from loka_onnx.core.plan import Decision, PrecisionPlan, Verdict
 from loka_onnx.core.recipe import Granularity, Recipe
 from loka_onnx.engines.base import Backend
 from loka_onnx.engines.onnxruntime import backend as module
 from loka_onnx.engines.onnxruntime.backend import TIME_PRODUCTS, OnnxRuntimeBackend
 from loka_onnx.engines.registry import get_backend
-from loka_onnx.engines.request import BatchRange
 from loka_onnx.export.onnx_model import import_onnx
 from loka_onnx.sessions.host_devices import integer_instructions
 from loka_onnx.transforms.precision.apply_plan import PlanForm, apply_plan
@@ -59,7 +59,7 @@ class Planned:
         written = apply_plan(self.model, self.plan, PlanForm(Precision.FP32), folder / "planned" / "m.onnx")
         np.savez(folder / "sample.npz", x=rows(8))
         model = TinyModel(written.path, self.plan, written.sites, folder / "sample.npz")
-        batch = BatchRange(1, 8, 64, (8,))
+        batch = BatchSizes(1, 8, 64, (8,))
         options = {TIME_PRODUCTS: 0} | options
         return OnnxRuntimeBackend().build(request_for(model, folder / "engine", batch=batch, options=options))
 
@@ -302,7 +302,7 @@ def built_mixed(
     np.savez(into / "sample.npz", x=rows(8))
     model = TinyModel(written.path, mixed, written.sites, into / "sample.npz")
     options = {TIME_PRODUCTS: 0} if backend.name == "onnxruntime" else {}
-    batch = BatchRange(1, 8, 64, (8,))
+    batch = BatchSizes(1, 8, 64, (8,))
     engine = backend.build(request_for(model, into / "engine", architecture, batch=batch, options=options))
     assert engine.is_built, engine.detail
     return engine, {site.site: site.planned for site in engine.sites if site.engaged and site.site != "fc4"}

@@ -16,9 +16,10 @@ from tiny_models import TinyModel, mlp, request_for
 from loka_onnx.core import serde
 from loka_onnx.core.engine import BuildStatus
 from loka_onnx.core.formats import Precision
+from loka_onnx.core.job import BatchSizes
 from loka_onnx.engines.isolation import interrupts_held
 from loka_onnx.engines.onnxruntime.backend import OnnxRuntimeBackend
-from loka_onnx.engines.request import BatchRange, Limits
+from loka_onnx.engines.request import Limits
 from loka_onnx.errors import ConfigError, EngineError, ModelError
 
 MIB = 1 << 20
@@ -134,7 +135,7 @@ def test_a_failed_rebuild_keeps_the_engine_before_it(model, tmp_path):
 
 @pytest.mark.slow
 def test_a_sample_below_the_smallest_batch_is_refused(model, tmp_path):
-    request = request_for(model, tmp_path / "engine", batch=BatchRange(64, 64, 64))
+    request = request_for(model, tmp_path / "engine", batch=BatchSizes(64, 64, 64))
     artifact = OnnxRuntimeBackend().build(request)
     assert artifact.status is BuildStatus.FAILED
     assert "16 rows, the smallest batch has 64" in artifact.detail
@@ -151,7 +152,7 @@ def test_requests_that_make_no_sense_raise(model, tmp_path):
     with pytest.raises(ConfigError, match=rf"^{where}(?s:.*)cuda_graph \(0 to 1\)(?s:.*)leave it out"):
         backend.build(replace(request, options={"speed": 1}))
     with pytest.raises(ConfigError, match="1 <= min <= serve <= max"):
-        BatchRange(8, 4, 16)
+        BatchSizes(8, 4, 16)
     with pytest.raises(ConfigError, match="seconds 0"):
         Limits(seconds=0)
 

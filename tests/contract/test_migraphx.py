@@ -11,6 +11,7 @@ import pytest
 from tiny_models import GraphWriter, MlpShape, TinyModel, make_plan, mlp, request_for, write_sample
 
 from loka_onnx.core.formats import Precision
+from loka_onnx.core.job import BatchSizes
 from loka_onnx.core.site import SiteKind
 from loka_onnx.engines.migraphx.api import (
     compile_program,
@@ -24,7 +25,6 @@ from loka_onnx.engines.migraphx.backend import MigraphxBackend
 from loka_onnx.engines.migraphx.dialect import Float8Form, write_dialect
 from loka_onnx.engines.migraphx.session import open_migraphx
 from loka_onnx.engines.migraphx.site_precision import parse_program, products_of, site_precisions
-from loka_onnx.engines.request import BatchRange
 from loka_onnx.errors import MissingPackage, ModelError
 
 try:
@@ -87,7 +87,7 @@ def test_the_printed_program_is_read(model: TinyModel) -> None:
 
 
 def test_an_engine_serves_every_size(model: TinyModel, tmp_path: Path) -> None:
-    batch, into = BatchRange(1, 4, 16, (4, 8)), tmp_path / "engine"
+    batch, into = BatchSizes(1, 4, 16, (4, 8)), tmp_path / "engine"
     into.mkdir()
     engine = MigraphxBackend().compile(request_for(model, into, batch=batch), into)
     with open_migraphx(engine, "cpu") as session:

@@ -14,6 +14,7 @@ from tiny_models import TinyModel, mlp, request_for
 
 from loka_onnx.core import serde
 from loka_onnx.core.formats import Precision
+from loka_onnx.core.job import BatchSizes
 from loka_onnx.core.recipe import PER_TENSOR
 from loka_onnx.engines.onnxruntime import backend as module
 from loka_onnx.engines.onnxruntime import providers
@@ -22,7 +23,7 @@ from loka_onnx.engines.onnxruntime.io_binding_session import IoBindingSession
 from loka_onnx.engines.onnxruntime.io_binding_settings import PROGRAMS, SETTINGS_FILE, IoBindingSettings
 from loka_onnx.engines.onnxruntime.providers import CPU, CUDA, PROVIDERS, TENSORRT
 from loka_onnx.engines.onnxruntime.site_precision import dump_optimized
-from loka_onnx.engines.request import BatchRange, BuildRequest
+from loka_onnx.engines.request import BuildRequest
 from loka_onnx.errors import EngineError, ModelError
 from loka_onnx.sessions.cuda import CudaDevice
 from loka_onnx.transforms.sequence import apply_mods
@@ -49,7 +50,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def request_of(model: TinyModel, folder: Path, **options: int) -> BuildRequest:
-    more = {"batch": BatchRange(1, 8, 16, (8, 16)), "options": options}
+    more = {"batch": BatchSizes(1, 8, 16, (8, 16)), "options": options}
     return request_for(model, folder / "e", "nvidia-h100", architecture="sm90", **more)
 
 

@@ -12,10 +12,10 @@ from loka_onnx.core import serde
 from loka_onnx.core.devices import AMD, NVIDIA
 from loka_onnx.core.engine import BuildStatus, EngineArtifact
 from loka_onnx.core.formats import Precision
+from loka_onnx.core.job import BatchSizes
 from loka_onnx.engines.onnxruntime.backend import OnnxRuntimeBackend, OnnxRuntimeTensorRtBackend
 from loka_onnx.engines.onnxruntime.io_binding_session import IoBindingSession
 from loka_onnx.engines.onnxruntime.io_binding_settings import SETTINGS_FILE, IoBindingSettings
-from loka_onnx.engines.request import BatchRange
 
 pytest.importorskip("onnxruntime")
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
@@ -63,7 +63,7 @@ def build(subject: Subject, tmp_path: Path) -> Build:
         reason = subject.backend.decline(model.plan, subject.architecture)
         if reason is not None:
             pytest.skip(f"needs a GPU provider that takes this plan: {reason}")
-        more = {"architecture": subject.architecture, "batch": BatchRange(1, 4, 16, SIZES)}
+        more = {"architecture": subject.architecture, "batch": BatchSizes(1, 4, 16, SIZES)}
         request = request_for(model, tmp_path / "e", subject.device, options=options, **more)
         artifact = subject.backend.build(request)
         assert artifact.status is BuildStatus.READY, artifact.detail

@@ -9,7 +9,7 @@ from tiny_models import MlpShape, TinyModel, mlp, request_for
 from loka_onnx.core.devices import NVIDIA
 from loka_onnx.core.engine import BuildStatus, EngineArtifact
 from loka_onnx.core.formats import Precision
-from loka_onnx.engines.request import BatchRange
+from loka_onnx.core.job import BatchSizes
 from loka_onnx.engines.tensorrt.backend import TensorRtBackend
 from loka_onnx.engines.tensorrt.session import TensorRtSession
 from loka_onnx.sessions.cuda import first_gpu, list_cuda_devices
@@ -31,7 +31,7 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def build(output: Path, model: TinyModel) -> EngineArtifact:
-    where = {"architecture": HERE[0], "batch": BatchRange(1, 8, 16, (4, 8))}
+    where = {"architecture": HERE[0], "batch": BatchSizes(1, 8, 16, (4, 8))}
     artifact = TensorRtBackend().build(request_for(model, output, ARCHITECTURES[HERE[0]], **where))
     assert artifact.status is BuildStatus.READY, artifact.detail
     return artifact

@@ -12,8 +12,9 @@ from tiny_models import GraphWriter, TinyModel, make_plan, mlp, request_for, wri
 
 from loka_onnx.core.engine import EngineArtifact, SitePrecision
 from loka_onnx.core.formats import E4M3FN, INT8, NumberFormat, Precision
+from loka_onnx.core.job import BatchSizes
 from loka_onnx.core.site import Site, SiteKind
-from loka_onnx.engines.request import BatchRange, BuildRequest
+from loka_onnx.engines.request import BuildRequest
 from loka_onnx.engines.tensorrt.backend import TensorRtRtxBackend
 from loka_onnx.engines.tensorrt.build import BuildSettings, build_engine
 from loka_onnx.engines.tensorrt.compiled_graph import CompiledGraph, read_compiled_graphs
@@ -50,7 +51,7 @@ def compile_body(
     w.leave(body(w, w.enter("x")))
     model = w.save(folder / "model.onnx", {"x": shape})
     engine = folder / "engine.trt"
-    build_engine(trt, model, BuildSettings(architecture, BatchRange(1, 64, 256)), engine)
+    build_engine(trt, model, BuildSettings(architecture, BatchSizes(1, 64, 256)), engine)
     graphs = read_compiled_graphs(engine)
     found = site_precisions(graphs, [(site, format.precision) for site in w.sites])
     return Compiled(graphs, {site.site: site for site in found})
@@ -237,7 +238,7 @@ def test_a_second_dynamic_axis_is_refused(tmp_path):
     w.leave(w.op("Relu", ["x"], "relu"))
     path = w.save(tmp_path / "model.onnx", {"x": ("tokens",)})  # type: ignore[dict-item]
     with pytest.raises(ModelError, match="input 'x' has a dynamic axis besides the batch"):
-        build_engine(trt, path, BuildSettings("sm89", BatchRange(1, 1, 1)), tmp_path / "engine.trt")
+        build_engine(trt, path, BuildSettings("sm89", BatchSizes(1, 1, 1)), tmp_path / "engine.trt")
 
 
 def test_a_second_rounding_of_merged_projections_is_told(tmp_path):
@@ -264,7 +265,7 @@ def test_a_second_rounding_of_merged_projections_is_told(tmp_path):
 def test_a_profile_for_each_size_is_built(tmp_path):
     """What TensorRT is asked for; its own engines are inspected where it is installed."""
     model = mlp(tmp_path, Precision.BF16, Precision.BF16, fp8=True)
-    settings = BuildSettings("sm89", BatchRange(1, 8, 16, (4, 8)), profile_each_size=True)
+    settings = BuildSettings("sm89", BatchSizes(1, 8, 16, (4, 8)), profile_each_size=True)
     build_engine(trt, model.path, settings, tmp_path / "engine.trt")
     found = site_precisions(
         read_compiled_graphs(tmp_path / "engine.trt"), [(site, Precision.FP8) for site in model.sites]
@@ -280,7 +281,7 @@ def test_the_calls_of_the_timing_cache(tmp_path, capsys):
     for content in (None, None, b"damaged"):
         if content is not None:
             file.write_bytes(content)
-        settings = BuildSettings("sm89", BatchRange(1, 8, 16), timing_cache=file)
+        settings = BuildSettings("sm89", BatchSizes(1, 8, 16), timing_cache=file)
         build_engine(trt, model.path, settings, tmp_path / "engine.trt")
         assert file.is_file()
     assert "timing cache" in capsys.readouterr().out

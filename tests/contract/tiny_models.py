@@ -12,10 +12,11 @@ from onnx import helper as h
 from onnx.reference import ReferenceEvaluator
 
 from loka_onnx.core.formats import E4M3FN, NumberFormat, Precision
+from loka_onnx.core.job import BatchSizes
 from loka_onnx.core.plan import Decision, PrecisionPlan, Verdict
 from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR
 from loka_onnx.core.site import Operand, Site, SiteKind
-from loka_onnx.engines.request import BatchRange, BuildRequest
+from loka_onnx.engines.request import BuildRequest
 
 ONNX_TYPES = {Precision.FP32: T.FLOAT, Precision.BF16: T.BFLOAT16, Precision.FP16: T.FLOAT16}
 NUMPY_TYPES: dict[int, Any] = {
@@ -125,7 +126,7 @@ class TinyModel:
 def request_for(model: TinyModel, output: Path, device: str = "cpu", **changes: Any) -> BuildRequest:
     """Builds a model; the architecture is the device where `changes` have no other."""
     own = {"model": model.path, "plan": model.plan, "sites": model.sites, "sample": model.sample}
-    own |= {"output": output, "target": device, "architecture": device, "batch": BatchRange(1, 8, 16)}
+    own |= {"output": output, "target": device, "architecture": device, "batch": BatchSizes(1, 8, 16)}
     return BuildRequest(**own | changes)
 
 

@@ -26,11 +26,11 @@ from tiny_models import TinyModel, request_for  # noqa: E402
 
 from loka_onnx.core.engine import BuildStatus  # noqa: E402
 from loka_onnx.core.formats import INT8, Precision  # noqa: E402
+from loka_onnx.core.job import BatchSizes  # noqa: E402
 from loka_onnx.engines.inductor.backend import InductorBackend  # noqa: E402
 from loka_onnx.engines.inductor.choosing import SPLIT_TILES, TILES  # noqa: E402
 from loka_onnx.engines.inductor.kernels.triton_product import product  # noqa: E402
 from loka_onnx.engines.inductor.lowering.strategies import Epilogue, Factors, ScaledMatMul, Tile  # noqa: E402
-from loka_onnx.engines.request import BatchRange  # noqa: E402
 from loka_onnx.sessions.backends import fusions_of  # noqa: E402
 from loka_onnx.transforms.precision.apply_plan import PlanForm, apply_plan  # noqa: E402
 
@@ -106,7 +106,7 @@ def test_an_engine_multiplies_every_planned_site_in_int8(
     written = apply_plan(planned.model, plan, form, tmp_path / "planned" / "m.onnx")
     np.savez(tmp_path / "sample.npz", x=rows(64))
     model = TinyModel(written.path, plan, written.sites, tmp_path / "sample.npz")
-    batch, backend = BatchRange(1, 64, 64, (8, 64)), InductorBackend()
+    batch, backend = BatchSizes(1, 64, 64, (8, 64)), InductorBackend()
     more = {"batch": batch, "relative_to": tmp_path, "options": {"static": static}}
     engine = backend.build(request_for(model, tmp_path / "e", architecture_of(device), **more))
     assert engine.status is BuildStatus.READY, engine.detail

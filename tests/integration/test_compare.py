@@ -67,6 +67,7 @@ def test_the_figures_are_those_of_the_evaluation_of_the_run(deployed, command):
     assert found.basis.startswith(f"{known.rows:,} rows of ") and known.rows > 2000
     rows = {item.what: item for item in found.rows("accuracy")}
     for output in known.outputs:
+        assert output.basis.is_grouped
         ours, theirs = rows[f"{output.output}: NE ({output.kind})"], output.difference.judged
         assert ours.after.numbers == (output.metrics.normalized_entropy,)
         value, lower, upper = ours.verdict.numbers

@@ -331,42 +331,6 @@ def test_a_model_that_couples_rows_goes_on_where_that_is_asked_for(place, comman
     assert "`model.require_independent_rows` is false" in note
 
 
-class _RunsCode:
-    """Pickles into something that makes a file when it is loaded carelessly."""
-
-    def __init__(self, trace: Path) -> None:
-        self.trace = trace
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (Path.touch, (self.trace,))
-
-
-def test_checkpoint_that_holds_more_than_weights(place, command, tmp_path):
-    pytest.importorskip("torch", reason="needs torch")
-    import torch
-
-    (place.path / "careless_ranker.py").write_text(
-        "import numpy, torch\n"
-        "def build():\n"
-        "    return torch.nn.Linear(16, 1), {'dense': numpy.zeros((1, 16), numpy.float32)}\n"
-    )
-    trace = tmp_path / "code-ran"
-    torch.save({"weight": _RunsCode(trace)}, place.path / "weights.pt")
-    place.write_run_file(
-        model={"onnx": None, "torch": "careless_ranker:build", "checkpoint": "weights.pt"},
-        outputs=[CTR],
-        data={"inputs": {"dense": RUN_VALUES["data"]["inputs"]["dense"]}},
-    )
-    (place.path / "__pycache__").mkdir()  # importing the builder fills it
-    before = tree(place.path)
-    done = command("run", place.run_file, "--quiet")
-    left = set(tree(place.path)) - set(before)
-    assert (done.code, {name for name in left if not name.startswith("__pycache__")}) == (2, set())
-    assert not trace.exists()
-    message = done.err.replace(str(place.path), "DIR")
-    assert message.startswith("error: DIR/weights.pt: the checkpoint holds more than weights")
-
-
 # The output directory ------------------------------------------------------------------------------
 
 

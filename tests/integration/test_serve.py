@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -287,24 +286,6 @@ def test_ctrl_c_ends_it_at_once_and_without_a_traceback(bundle, times):
         assert (process.returncode, "Traceback" in log) == (0, False), log
     finally:
         process.kill()
-
-
-@pytest.mark.slow
-def test_what_cannot_be_served_is_said_in_one_message(bundle, server, tmp_path):
-    port = server.host.rpartition(":")[2]
-
-    def start(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-c", SERVE, *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-
-    with ThreadPoolExecutor() as pool:
-        taken = pool.submit(start, str(bundle), "--port", port)
-        empty = start(str(tmp_path), "--port", "0")
-    refused = taken.result()
-    assert refused.returncode == 2
-    assert f"error: cannot listen on 127.0.0.1, port {port}\n" in refused.stderr
-    assert empty.returncode == 3
-    assert "Traceback" not in refused.stderr + empty.stderr
 
 
 @pytest.mark.slow

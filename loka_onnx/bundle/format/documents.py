@@ -175,13 +175,13 @@ def pinned(directory: Path) -> Iterator[Pin]:
         try:
             yield pin
         except LokaError as error:
-            LokaError.__init__(
-                error,
-                pin.worded(error.coded),
-                where=pin.worded(error.where),
-                evidence=pin.worded(error.evidence),
-                remedy=pin.worded(error.remedy),
-            )
+            said = {
+                "what": error.coded,
+                "where": error.where,
+                "evidence": error.evidence,
+                "remedy": error.remedy,
+            }
+            error.restate(**{part: pin.worded(text) for part, text in said.items()})
             raise
     finally:
         os.close(descriptor)

@@ -84,11 +84,11 @@ def check_replaceable(destination: Path, *, is_file: bool = False) -> None:
             return
     if os.path.lexists(destination) and not (manifest is not None and states_manifest(manifest)):
         kind = "single-file bundle" if is_file else "bundle"
-        raise in_the_way(destination, f"it exists and is not a {kind}, so it is not replaced")
+        raise not_replaced(destination, f"it exists and is not a {kind}, so it is not replaced")
 
 
-def in_the_way(destination: Path, evidence: str) -> OutputError:
-    """Error for a place that holds something else."""
+def not_replaced(destination: Path, evidence: str) -> OutputError:
+    """Return the error for a place that holds something else."""
     return OutputError(
         f"E1204 '{destination}' is in the way",
         evidence=evidence,

@@ -179,9 +179,8 @@ def pull_bundle(
             read, kept = _pull(store, listed, destination)
     except BundleInvalid as error:
         remedy = PUSH_AGAIN if error.remedy == COPY_AGAIN else error.remedy
-        raise BundleInvalid(
-            error.coded, where=reference.shown, evidence=error.evidence, remedy=remedy
-        ) from error
+        error.restate(where=reference.shown, remedy=remedy)
+        raise
     is_signed = listed.signature is not None
     return PullResult(destination, digest, listed.signer, is_signed, read, kept, is_unchanged)
 

@@ -75,14 +75,14 @@ class Reductions:
         self._first = model.constant("loka.first_axis", np.array([0], dtype=np.int64))
         self._one = model.constant("loka.one", np.array([1], dtype=np.int64))
 
-    def squares(self, tensor: Tensor, name: str) -> Slot:
-        """Add the sum of squares over all elements; ReduceSumSquare is slower than a product and a sum."""
+    def add_squares(self, tensor: Tensor, name: str) -> Slot:
+        """Add to the graph the sum of squares of all elements; ReduceSumSquare is slower than two nodes."""
         square = self.model.add("Mul", [tensor, tensor], f"{name}.square")
         square.shape = tensor.shape
         return self.add(square, name)
 
-    def count(self, tensor: Tensor, name: str) -> Count:
-        """Add the number of elements."""
+    def add_count(self, tensor: Tensor, name: str) -> Count:
+        """Add to the graph the number of elements, where their shape alone does not say it."""
         lengths = [d for d in (tensor.shape or ())[1:] if isinstance(d, int)]
         if self._is_batch_first(tensor) and len(lengths) == len(tensor.shape or ()) - 1:
             return Count(prod(lengths), None)

@@ -70,11 +70,11 @@ def observe_ranges(model: GraphModel, sites: Sequence[Site], stride: int = 1) ->
             root = layout_root(tensor).tensor
             if root.name not in roots:
                 roots[root.name] = RangeSlots(
-                    reductions.count(root, name),
+                    reductions.add_count(root, name),
                     reductions.add(root, f"{name}.min", Reduction.MIN),
                     reductions.add(root, f"{name}.max", Reduction.MAX),
                     reductions.add(root, f"{name}.sum"),
-                    reductions.squares(root, f"{name}.squares"),
+                    reductions.add_squares(root, f"{name}.squares"),
                     add_sample(model, root, stride, name),
                 )
             observers[operand.tensor] = RangeObserver(
@@ -172,8 +172,8 @@ class ErrorObserverBuilder:
         exact = self.model.node(site.name).outputs[0]
         if site.name not in self._exact:
             self._exact[site.name] = (
-                self.reductions.count(exact, site.name),
-                self.reductions.squares(exact, f"{site.name}.signal"),
+                self.reductions.add_count(exact, site.name),
+                self.reductions.add_squares(exact, f"{site.name}.signal"),
             )
         node = self.model.node(site.name)
         source = producer(layout_root(node.inputs[site.activation.index]).tensor)
@@ -184,7 +184,7 @@ class ErrorObserverBuilder:
         else:
             difference = self.model.add("Sub", [quantized, exact], f"{name}.difference")
         difference.shape = quantized.shape = exact.shape
-        return OutputSlots(*self._exact[site.name], self.reductions.squares(difference, f"{name}.noise"))
+        return OutputSlots(*self._exact[site.name], self.reductions.add_squares(difference, f"{name}.noise"))
 
     def _wide_difference(self, node: Node, quantized: Tensor, name: str) -> Tensor:
         """Add quantized less exact product, both computed in DOUBLE.
@@ -218,7 +218,7 @@ class ErrorObserverBuilder:
         if key not in self._activations:
             smallest, is_signed = recipe.format.smallest, not recipe.format.is_float
             self._activations[key] = ActivationSlots(
-                self.reductions.count(quantized.scaled, f"{name}.activation"),
+                self.reductions.add_count(quantized.scaled, f"{name}.activation"),
                 None if quantized.clipping is None else self._changed(*quantized.clipping, name),
                 self._capped(quantized.scaled, TINY, f"{name}.nonzero", is_signed),
                 self._capped(quantized.rounded, smallest, f"{name}.survived", is_signed),

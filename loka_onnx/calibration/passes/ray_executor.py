@@ -49,7 +49,12 @@ class RayExecutor(Executor):
                 remedy="run on a machine of the cluster, and give `auto` or an address as in 10.0.0.5:6379",
             )
         self.address, self.workers = address, workers
-        self._ray = _import_ray()
+        self._ray = import_ray(
+            MissingPackage(
+                "E0511 Ray is not installed",
+                remedy="pip install 'loka-onnx[ray]', or measure here with `--executor local`",
+            )
+        )
         self._is_ours = False
 
     def run(
@@ -85,16 +90,11 @@ class RayExecutor(Executor):
         ray = self._ray
         if ray.is_initialized():
             return ray
-        # Ray sends usage statistics by default.
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        quiet = {"log_to_driver": False, "logging_level": "ERROR"}
         try:
             if self.address is None:
-                cores = self.workers or None
-                ray.init(address="local", num_cpus=cores, include_dashboard=False, **quiet)
+                connect(ray, "local", num_cpus=self.workers or None, include_dashboard=False)
             else:
-                _check_reachable(self.address)
-                ray.init(address=self.address, **quiet)
+                connect(ray, self.address)
         except (OSError, RuntimeError, ValueError) as error:
             raise CalibrationError(
                 f"E0517 no Ray cluster answers at '{self.address}'"
@@ -132,21 +132,23 @@ class RayExecutor(Executor):
         return batches
 
 
-def _import_ray() -> Any:
-    with MissingPackage(
-        "E0511 Ray is not installed",
-        remedy="pip install 'loka-onnx[ray]', or measure here with `--executor local`",
-    ).in_place_of(ImportError):
+def import_ray(missing: MissingPackage) -> Any:
+    """Import Ray; raises the given error where it is not installed."""
+    with missing.in_place_of(ImportError):
         import ray
         import ray.exceptions
     return ray
 
 
-def _check_reachable(address: str) -> None:
-    """Raise OSError where nothing listens: Ray itself takes minutes to say so."""
+def connect(ray: Any, address: str, **options: Any) -> None:
+    """Connect this process to a cluster; OSError, RuntimeError or ValueError where none answers."""
+    # Ray sends usage statistics by default.
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     host, _, port = address.rpartition(":")
     if port.isdecimal():
+        # Where nothing listens, Ray itself takes minutes to say so.
         socket.create_connection((host, int(port)), timeout=10.0).close()
+    ray.init(address=address, log_to_driver=False, logging_level="ERROR", **options)
 
 
 _opened: dict[str, Callable[[Batch], Any]] = {}

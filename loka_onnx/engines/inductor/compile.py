@@ -21,6 +21,7 @@ from torch.export.pt2_archive._package import package_pt2
 
 from loka_onnx.core import serde
 from loka_onnx.core.devices import CPU
+from loka_onnx.core.job import BatchSizes
 from loka_onnx.engines.device_lock import device_alone
 from loka_onnx.engines.inductor.backend import Compilers, Settings
 from loka_onnx.engines.inductor.choosing import Chooser, Recorder
@@ -35,10 +36,10 @@ from loka_onnx.engines.inductor.package import (
     InputPort,
     OutputPort,
     Program,
-    instruction_sets,
+    vector_instructions,
 )
 from loka_onnx.engines.inductor.site_precision import entering_types, output_types, products_of
-from loka_onnx.engines.request import WAITING, BatchRange, BuildRequest
+from loka_onnx.engines.request import WAITING, BuildRequest
 from loka_onnx.errors import DataError, EngineError, LokaError, ModelError
 from loka_onnx.graph.id_bounds import id_bounds
 from loka_onnx.graph.model import GraphModel
@@ -88,7 +89,7 @@ def compile_engine(request: BuildRequest, into: Path, compilers: Compilers) -> P
     engine = InductorEngine(
         torch=str(torch.__version__),
         architecture=request.architecture,
-        instruction_sets=instruction_sets(),
+        instruction_sets=vector_instructions(),
         inputs=build.inputs,
         outputs=build.outputs,
         minimum=request.batch.minimum,
@@ -137,7 +138,7 @@ def chosen_strategy(build: Build, model: PlannedGraph) -> Callable[[Sequence[int
     return chosen.strategy
 
 
-def batch_programs(batch: BatchRange, *, static: bool) -> tuple[Program, ...]:
+def batch_programs(batch: BatchSizes, *, static: bool) -> tuple[Program, ...]:
     """Programs to compile, still empty: one for all sizes, or one for each served size."""
     if static or batch.minimum == batch.maximum:
         return tuple(Program(f"rows{size}", size, size) for size in batch.sizes)

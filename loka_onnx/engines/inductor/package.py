@@ -137,7 +137,7 @@ def read_sources(package: Path, program: str) -> tuple[str, ...]:
     return tuple(text.decode("utf-8", "replace") for text in sources)
 
 
-def instruction_sets(cpu_info: Path = host_devices.CPUINFO) -> tuple[str, ...]:
+def vector_instructions(cpu_info: Path = host_devices.CPUINFO) -> tuple[str, ...]:
     """Vector instruction sets of this processor, sorted; empty where Linux does not list them."""
     return tuple(
         sorted(flag for flag in host_devices.instruction_sets(cpu_info) if flag.startswith(_VECTOR_SETS))

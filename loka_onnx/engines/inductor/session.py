@@ -14,7 +14,7 @@ import numpy.typing as npt
 from loka_onnx.core.devices import CPU
 from loka_onnx.engines.inductor.executors import Call, Executor, GraphExecutor, HostExecutor, Placement
 from loka_onnx.engines.inductor.gpu import Gpu
-from loka_onnx.engines.inductor.package import InductorEngine, check_host, instruction_sets, read_engine
+from loka_onnx.engines.inductor.package import InductorEngine, check_host, read_engine, vector_instructions
 from loka_onnx.errors import EngineError, MissingPackage, line_of
 from loka_onnx.sessions.buckets import Piece, padded_rows, pieces_of, rows_of
 from loka_onnx.sessions.cuda import list_cuda_devices, why_no_gpu
@@ -44,7 +44,7 @@ def open_inductor(package: Path, architecture: str) -> InductorSession:
             evidence=f"asked for {architecture}, it is for {engine.architecture}",
         )
     torch = import_torch()
-    check_host(engine, str(torch.__version__), instruction_sets(), package)
+    check_host(engine, str(torch.__version__), vector_instructions(), package)
     if architecture == CPU:
         return InductorSession(engine, HostExecutor(torch, engine, _load(torch, package, engine, -1)))
     reason = why_no_gpu(architecture)

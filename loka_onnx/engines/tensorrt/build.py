@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from loka_onnx.core.installation import cache_directory
+from loka_onnx.core.job import BatchSizes
 from loka_onnx.engines.draft import GraphDraft
-from loka_onnx.engines.request import BatchRange
 from loka_onnx.engines.tensorrt.dialect import keep_tables_once, split_by_heads
 from loka_onnx.errors import EngineError, ModelError
 from loka_onnx.sessions.model_files import read_model
@@ -52,7 +52,7 @@ class BuildSettings:
     """
 
     architecture: str
-    batch: BatchRange
+    batch: BatchSizes
     optimization_level: int | None = None
     workspace_mib: int | None = None
     timing_cache: Path | None = None

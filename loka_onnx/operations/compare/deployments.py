@@ -213,12 +213,8 @@ def _judge(a: Side, b: Side, rows: JudgedRows, pair: _Pair, progress: Progress) 
         )
     except LokaError as error:
         # The evaluation speaks of a reference and a candidate.
-        raise type(error)(
-            error.coded,
-            where=f"B ('{b.path}') as the candidate, A ('{a.path}') as the reference",
-            evidence=error.evidence,
-            remedy=error.remedy,
-        ) from error
+        error.restate(where=f"B ('{b.path}') as the candidate, A ('{a.path}') as the reference")
+        raise
 
 
 def _predict(

@@ -139,12 +139,8 @@ def open_side(path: Path, name: str, opening: Opening, place: ExitStack, engines
         return _open_bundle(place.enter_context(as_directory(path)), path, name, opening, engines)
     except LokaError as error:
         # Both paths may be alike: say which side it is.
-        raise type(error)(
-            f"{error.code} {name}: {error.what}".lstrip(),
-            where=error.where,
-            evidence=error.evidence,
-            remedy=error.remedy,
-        ) from error
+        error.restate(what=f"{error.code} {name}: {error.what}".lstrip())
+        raise
 
 
 def refuse_different_requests(a: Side, b: Side) -> None:

@@ -62,10 +62,10 @@ def measure_drift(
     where an activation or an output is not finite, DataError where a row cannot be used.
     """
     options = options or DriftOptions()
-    return compare(baseline, measure_live(baseline, data, scratch, options, progress), options)
+    return drift_report(baseline, measure_live(baseline, data, scratch, options, progress), options)
 
 
-def compare(baseline: Baseline, live: Live, options: DriftOptions) -> DriftReport:
+def drift_report(baseline: Baseline, live: Live, options: DriftOptions) -> DriftReport:
     """Return the report on live statistics, worst first."""
     # Full batches that every tensor was measured over.
     ours, theirs = (

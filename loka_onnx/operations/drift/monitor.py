@@ -44,7 +44,7 @@ from loka_onnx.operations.drift.live import (
     observe_activations,
     observe_products,
 )
-from loka_onnx.operations.drift.measure import compare
+from loka_onnx.operations.drift.measure import drift_report
 from loka_onnx.operations.drift.report import DriftOptions, DriftReport
 
 PREFIX = "loka_onnx_"
@@ -434,7 +434,7 @@ class Monitor:
         return tally, blocks
 
     def _compared(self, blocks: list[Live]) -> DriftReport | None:
-        return compare(self.baseline, reduce(Live.merge, blocks), self.options.drift) if blocks else None
+        return drift_report(self.baseline, reduce(Live.merge, blocks), self.options.drift) if blocks else None
 
     def flush(self, timeout_seconds: float | None = None) -> bool:
         """Wait until every full batch is measured; False after the timeout."""

@@ -37,7 +37,7 @@ from loka_onnx.pipeline.accepting import accept, export_model
 from loka_onnx.pipeline.candidates import build_engines
 from loka_onnx.pipeline.context import Context, RunSettings
 from loka_onnx.pipeline.correcting import Correcting
-from loka_onnx.pipeline.directory import RunDirectory, Stage
+from loka_onnx.pipeline.directory import DocumentStage, RunDirectory
 from loka_onnx.pipeline.emission import CHOOSE, Results, emit_bundle, notes_of, write_report
 from loka_onnx.pipeline.job_results import choosable
 from loka_onnx.pipeline.judging import EVALUATE, Judging
@@ -52,7 +52,7 @@ from loka_onnx.planning.costs import Costs
 from loka_onnx.planning.fp16 import scale_fits
 from loka_onnx.report.data import CERTIFICATION
 
-REPLAN = Stage("replan", "plan.json", PlanSet)
+REPLAN = DocumentStage("replan", "plan.json", PlanSet)
 STAGES = (
     "export", "check data", "compare", "mods", "loud channels", "split", "refresh", "replan", "correct",
     "build", "evaluate", "choose", "report", "bundle",

@@ -18,7 +18,7 @@ from loka_onnx.transforms.norms.statistics import (
     Moment,
     NotANorm,
     Root,
-    is_same,
+    holds_same_values,
     lossless_chain,
     origin,
     read_centred,
@@ -186,7 +186,7 @@ def _source(numerator: Tensor, moment: Moment) -> tuple[Tensor, bool]:
     centred = read_centred(numerator)
     if centred is not None and centred.axes == moment.axes:
         squared = centred.source if moment.is_central else numerator
-        if is_same(squared, moment.squared):
+        if holds_same_values(squared, moment.squared):
             return centred.source, True
     if not moment.is_central and origin(numerator) is origin(moment.squared):
         return numerator, False

@@ -153,7 +153,7 @@ def read_centred(tensor: Tensor) -> Centred | None:
     return Centred(minuend, centred.axes) if origin(centred.source) is origin(minuend) else None
 
 
-def is_same(one: Tensor, other: Tensor) -> bool:
+def holds_same_values(one: Tensor, other: Tensor) -> bool:
     """Return whether two tensors hold the same values: one tensor, or a centring computed twice."""
     if origin(one) is origin(other):
         return True
@@ -296,7 +296,7 @@ def _squared(tensor: Tensor) -> Tensor:
     while node is not None and node.op == "Identity":
         node = producer(node.inputs[0])
     is_power = node is not None and node.op == "Pow" and scalar(node.inputs[1]) == 2.0
-    is_product = node is not None and node.op == "Mul" and is_same(*node.inputs)
+    is_product = node is not None and node.op == "Mul" and holds_same_values(*node.inputs)
     if node is None or not (is_power or is_product):
         raise NotANorm("a mean of something that is no square")
     return node.inputs[0]

@@ -8,8 +8,8 @@ import ml_dtypes
 import numpy as np
 import onnx
 import pytest
-from onnx import NodeProto, TensorProto, helper, numpy_helper
-from onnx.helper import make_node
+from onnx import TensorProto, numpy_helper
+from onnx_text import parsed
 
 pytest.importorskip("torch", reason="needs torch: pip install 'loka-onnx[export]'")
 
@@ -27,27 +27,12 @@ from loka_onnx.sessions.onnx_session import OnnxSession
 E4M3FN = ml_dtypes.float8_e4m3fn
 
 
-def built(
-    nodes: list[NodeProto], stored: Mapping[str, Any], width: int, output: tuple[str, list[Any] | None]
-) -> onnx.ModelProto:
-    """A graph of ``x``, (batch, width) in FP32, and one output in FP32."""
-    info = helper.make_tensor_value_info
-    graph = helper.make_graph(
-        nodes,
-        "ranker",
-        [info("x", TensorProto.FLOAT, ["batch", width])],
-        [info(output[0], TensorProto.FLOAT, output[1])],
-        [numpy_helper.from_array(np.asarray(value), name) for name, value in stored.items()],
-    )
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
-
-
-def pair(name: str, source: str, scale: str = "scale", zero: str = "zero", **more: int) -> list[NodeProto]:
+def pair(name: str, source: str, scale: str = "scale", zero: str = "zero", more: str = "") -> str:
     """A Q/DQ pair whose result is ``<name>``."""
-    return [
-        make_node("QuantizeLinear", [source, scale, zero], [f"{name}.q"], **more),
-        make_node("DequantizeLinear", [f"{name}.q", scale, zero], [name], **more),
-    ]
+    return (
+        f"{name}_q = QuantizeLinear{more}({source}, {scale}, {zero})"
+        f"{name} = DequantizeLinear{more}({name}_q, {scale}, {zero})"
+    )
 
 
 # ---- which sites are FP8 ---------------------------------------------------------------------------------
@@ -59,37 +44,31 @@ def site(name: str, k: int, n: int) -> Site:
     return Site(name, SiteKind.LINEAR, "MatMul", operands, f"{name}.y", k, n, 1)
 
 
-def with_weight(*nodes: NodeProto) -> onnx.ModelProto:
-    """A graph with ``x`` in FP8 (``x8``), a weight stored in FP8 (``w.dq``), and one that is not."""
+def with_weight(body: str) -> onnx.ModelProto:
+    """A graph with ``x`` in FP8 (``x8``), a weight stored in FP8 (``w_dq``), and one that is not."""
     stored = {
         "zero": np.zeros((), E4M3FN),
         "scale": np.float32(1),
         "plain": np.ones((16, 16), np.float32),
         "w": np.ones((16, 16), E4M3FN),
     }
-    weight = make_node("DequantizeLinear", ["w", "scale", "zero"], ["w.dq"])
-    return built([*pair("x8", "x"), weight, *nodes], stored, 16, ("y", None))
+    weight = "w_dq = DequantizeLinear(w, scale, zero)"
+    return parsed(pair("x8", "x") + weight + body, stored, inputs="float[batch,16] x")
 
 
 def test_both_operands_must_come_from_fp8():
     model = with_weight(
-        make_node("MatMul", ["x8", "w.dq"], ["a"], name="both"),
-        make_node("MatMul", ["x", "w.dq"], ["b"], name="weight alone"),
-        make_node("MatMul", ["x8", "plain"], ["c"], name="activation alone"),
-        make_node("Gemm", ["x8", "w.dq", "plain"], ["y"], name="bias stays wide"),
+        """["both"] a = MatMul(x8, w_dq) ["weight alone"] b = MatMul(x, w_dq)
+        ["activation alone"] c = MatMul(x8, plain) ["bias stays wide"] y = Gemm(x8, w_dq, plain)"""
     )
     assert quantized_products(model) == ("both", "bias stays wide")
 
 
 def test_movement_is_followed_and_arithmetic_is_not():
     model = with_weight(
-        make_node("Transpose", ["w.dq"], ["w.t"]),
-        make_node("Concat", ["x8", "x8"], ["xx"], axis=0),
-        make_node("MatMul", ["xx", "w.t"], ["a"], name="moved"),
-        make_node("Concat", ["x8", "x"], ["mixed"], axis=0),
-        make_node("MatMul", ["mixed", "w.t"], ["b"], name="one part is wide"),
-        make_node("Relu", ["x8"], ["r"]),
-        make_node("MatMul", ["r", "w.t"], ["y"], name="behind a Relu"),
+        """wt = Transpose(w_dq) xx = Concat<axis=0>(x8, x8) ["moved"] a = MatMul(xx, wt)
+        mixed = Concat<axis=0>(x8, x) ["one part is wide"] b = MatMul(mixed, wt)
+        r = Relu(x8) ["behind a Relu"] y = MatMul(r, wt)"""
     )
     assert quantized_products(model) == ("moved",)
 
@@ -98,9 +77,8 @@ def test_the_share_counts_fp8_able_flops_only():
     # 2·64·64 and 2·64·32 operations can be FP8; K = 8 cannot be, though it is quantized here.
     sites = (site("big", 64, 64), site("small", 64, 32), site("narrow", 8, 64))
     model = with_weight(
-        make_node("MatMul", ["x8", "w.dq"], ["a"], name="big"),
-        make_node("MatMul", ["x8", "w.dq"], ["b"], name="narrow/MatMulAddFusion"),
-        make_node("MatMul", ["x8", "w.dq"], ["y"], name="made by a tool"),
+        """["big"] a = MatMul(x8, w_dq) ["narrow/MatMulAddFusion"] b = MatMul(x8, w_dq)
+        ["made by a tool"] y = MatMul(x8, w_dq)"""
     )
     found = quantized_sites(model, ModelArtifact(Path("model.onnx"), "", 21, (), (), sites, ""))
     assert found.sites == ("big", "narrow")
@@ -120,10 +98,10 @@ B = RANDOM.normal(size=(N,)).astype(np.float32)
 X_SCALE, W_SCALE = np.float32(0.01171875), np.float32(0.0078125)
 
 
-def executed(nodes: list[NodeProto], stored: Mapping[str, Any], directory: Path) -> tuple[Path, np.ndarray]:
+def executed(body: str, stored: Mapping[str, Any], directory: Path) -> tuple[Path, np.ndarray]:
     """The graph as a file, and its answer to `X`."""
     path = directory / "model.onnx"
-    onnx.save(built(nodes, stored, K, ("y", ["batch", N])), path)
+    onnx.save(parsed(body, stored, inputs=f"float[batch,{K}] x", outputs=f"float[batch,{N}] y"), path)
     return path, OnnxSession(as_run(path, directory), ONE_THREAD).run({"x": X})["y"]
 
 
@@ -133,14 +111,9 @@ def float8(values: np.ndarray, scale: np.float32) -> np.ndarray:
 
 def test_float8_pairs_are_executed_as_they_are_written(tmp_path):
     """As a tool writes it: a pair at the activation, one at the weight, a bias, a Relu."""
-    nodes = [
-        *pair("x.dq", "x", "x.scale"),
-        *pair("w.dq", "w", "w.scale"),
-        make_node("Gemm", ["x.dq", "w.dq", "b"], ["z"]),
-        make_node("Relu", ["z"], ["y"]),
-    ]
-    stored = {"zero": np.zeros((), E4M3FN), "x.scale": X_SCALE, "w.scale": W_SCALE, "w": W, "b": B}
-    path, found = executed(nodes, stored, tmp_path)
+    pairs = pair("xd", "x", "x_scale") + pair("wd", "w", "w_scale")
+    stored = {"zero": np.zeros((), E4M3FN), "x_scale": X_SCALE, "w_scale": W_SCALE, "w": W, "b": B}
+    path, found = executed(f"{pairs} z = Gemm(xd, wd, b) y = Relu(z)", stored, tmp_path)
     expected = np.maximum(float8(X, X_SCALE) @ float8(W, W_SCALE) + B, 0)
     # The order of sums alone: 24 products of magnitude 1 to 10.
     np.testing.assert_allclose(found, expected, atol=2e-5)
@@ -153,13 +126,7 @@ def test_float8_pairs_are_executed_as_they_are_written(tmp_path):
     ("kind", "dtype"), [(TensorProto.BFLOAT16, ml_dtypes.bfloat16), (TensorProto.FLOAT16, np.float16)]
 )
 def test_narrow_types_are_rounded_behind_each_node(kind, dtype, tmp_path):
-    nodes = [
-        make_node("Cast", ["x"], ["xn"], to=kind),
-        make_node("Gemm", ["xn", "w", "b"], ["z"]),
-        make_node("Mul", ["z", "z"], ["s"]),
-        make_node("Relu", ["s"], ["r"]),
-        make_node("Cast", ["r"], ["y"], to=TensorProto.FLOAT),
-    ]
+    nodes = f"xn = Cast<to={kind}>(x) z = Gemm(xn, w, b) s = Mul(z, z) r = Relu(s) y = Cast<to=1>(r)"
     path, found = executed(nodes, {"w": W.astype(dtype), "b": B.astype(dtype)}, tmp_path)
     assert narrow_types(onnx.load(path)) == {kind}
 
@@ -198,29 +165,22 @@ def foreign_graph() -> onnx.ModelProto:
         "axis": np.array([1], np.int64),
         "scale": np.float32(SCALE),
         "zero": np.zeros((), E4M3FN),
-        "one.scale": (np.abs(WEIGHTS["one"]).max(axis=0) / 448).astype(np.float32),
-        "one.zero": np.zeros(WIDTH, E4M3FN),
-        "two.scale": two_scale,
-        "two.fp8": (WEIGHTS["two"] / two_scale).astype(E4M3FN),
+        "one_scale": (np.abs(WEIGHTS["one"]).max(axis=0) / 448).astype(np.float32),
+        "one_zero": np.zeros(WIDTH, E4M3FN),
+        "two_scale": two_scale,
+        "two_fp8": (WEIGHTS["two"] / two_scale).astype(E4M3FN),
         "flat": np.array([-1, WIDTH], np.int64),
     }
-    nodes = [
-        *pair("one.dq", "x"),
-        *pair("one.w", "one", "one.scale", "one.zero", axis=1),
-        make_node("MatMul", ["one.dq", "one.w"], ["one.out"], "one"),
-        make_node("Relu", ["one.out"], ["one.relu"]),
-        *pair("two.dq", "one.relu"),
-        make_node("Reshape", ["two.dq", "flat"], ["two.flat"]),
-        make_node("DequantizeLinear", ["two.fp8", "two.scale", "zero"], ["two.w"]),
-        make_node("MatMul", ["two.flat", "two.w"], ["two.out"], "two"),
-        make_node("Relu", ["two.out"], ["two.relu"]),
-        *pair("three.dq", "two.relu"),
-        make_node("MatMul", ["three.dq", "three"], ["three.out"], "three"),
-        make_node("Relu", ["three.out"], ["three.relu"]),
-        make_node("MatMul", ["three.relu", "head"], ["wide"], "head"),
-        make_node("Squeeze", ["wide", "axis"], ["logit"], "squeeze"),
-    ]
-    return built(nodes, stored, WIDTH, ("logit", ["batch"]))
+    body = f"""
+        {pair("one_dq", "x")} {pair("one_w", "one", "one_scale", "one_zero", "<axis=1>")}
+        [one] one_out = MatMul(one_dq, one_w) one_relu = Relu(one_out)
+        {pair("two_dq", "one_relu")} two_flat = Reshape(two_dq, flat)
+        two_w = DequantizeLinear(two_fp8, two_scale, zero)
+        [two] two_out = MatMul(two_flat, two_w) two_relu = Relu(two_out)
+        {pair("three_dq", "two_relu")}
+        [three] three_out = MatMul(three_dq, three) three_relu = Relu(three_out)
+        [head] wide = MatMul(three_relu, head) [squeeze] logit = Squeeze(wide, axis)"""
+    return parsed(body, stored, inputs=f"float[batch,{WIDTH}] x", outputs="float[batch] logit")
 
 
 def form_of(proto: onnx.ModelProto, directory: Path, base: Precision = Precision.BF16) -> Form:

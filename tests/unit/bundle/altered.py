@@ -103,8 +103,9 @@ def built_by_inductor(
 ) -> BundleContents:
     """The contents with one engine, which Inductor builds for the CPU."""
     pytest.importorskip("torch", reason="needs torch: pip install 'loka-onnx[export]'")
+    from loka_onnx.core.job import BatchSizes
     from loka_onnx.engines.inductor.backend import InductorBackend
-    from loka_onnx.engines.request import BatchRange, BuildRequest
+    from loka_onnx.engines.request import BuildRequest
 
     known = sample.contents
     np.savez(root / "sample.npz", dense=known.sample["dense"])
@@ -117,7 +118,7 @@ def built_by_inductor(
             sites=known.model.sites,
             target="cpu",
             architecture="cpu",
-            batch=BatchRange(*batch),
+            batch=BatchSizes(*batch),
             output=root / "run/engines/e",
             sample=root / "sample.npz",
             relative_to=root / "run",

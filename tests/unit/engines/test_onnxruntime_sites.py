@@ -11,12 +11,13 @@ from onnx_text import parsed
 from planned import plan_of_one
 
 from loka_onnx.core.formats import E4M3FN, E4M3FNUZ, Precision
+from loka_onnx.core.job import BatchSizes
 from loka_onnx.core.recipe import Recipe
 from loka_onnx.engines.onnx_operands import OperandReader
 from loka_onnx.engines.onnxruntime.io_binding_settings import settings_for, why_declined, without_graphs
 from loka_onnx.engines.onnxruntime.providers import CPU, CUDA, MIGRAPHX, TENSORRT, PlacedNode, Provider
 from loka_onnx.engines.onnxruntime.site_precision import Graphs, Placement, dump_optimized, site_precision
-from loka_onnx.engines.request import BatchRange, BuildRequest
+from loka_onnx.engines.request import BuildRequest
 from loka_onnx.errors import ModelError
 
 ON_CUDA, ON_CPU = CUDA.name, CPU.name
@@ -113,7 +114,7 @@ ROWS = "g (float[b,13] x, int64[b,26] ids) => (float[b,13] y) { y = Relu(x) }"
 
 
 def request_for(tmp_path: Path, text: str = ROWS, **options: int) -> BuildRequest:
-    model, batch = tmp_path / "m.onnx", BatchRange(2, 64, 512, (32, 64, 128))
+    model, batch = tmp_path / "m.onnx", BatchSizes(2, 64, 512, (32, 64, 128))
     onnx.save(onnx.parser.parse_model(f"{HEADER} {text}"), model)
     plan, where = plan_of_one(Precision.FP16), ("nvidia-h100", "sm90")
     return BuildRequest(model, plan, (), *where, batch, tmp_path / "e", model, options=options)

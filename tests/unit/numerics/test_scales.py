@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
-from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
+from onnx_text import parsed
 
 from loka_onnx.core.exact_sum import ExactSum
 from loka_onnx.core.formats import E4M3FN, E4M3FNUZ, E5M2, FLOATS, INT8, UINT8, NumberFormat
@@ -293,17 +293,14 @@ def nearest_even(x: float, format: NumberFormat) -> float:
 
 def qdq_model(x, scale, format, axis=0, zero_point=0):
     zero = np.full(np.shape(scale), zero_point, storage_type(format))
-    nodes = [
-        helper.make_node("QuantizeLinear", ["x", "s", "z"], ["q"], axis=axis),
-        helper.make_node("DequantizeLinear", ["q", "s", "z"], ["y"], axis=axis),
-    ]
-    types = {"x": TensorProto.FLOAT, "q": format.onnx_type, "y": TensorProto.FLOAT}
-    given, *ends = (helper.make_tensor_value_info(name, kind, x.shape) for name, kind in types.items())
-    stored = [numpy_helper.from_array(np.float32(scale), "s"), numpy_helper.from_array(zero, "z")]
-    graph = helper.make_graph(nodes, "qdq", [given], ends, stored)
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
-    onnx.checker.check_model(model)
-    return model
+    shape = ",".join(map(str, x.shape))
+    kind = onnx.TensorProto.DataType.Name(format.onnx_type).lower()
+    return parsed(
+        f"q = QuantizeLinear<axis={axis}>(x, s, z) y = DequantizeLinear<axis={axis}>(q, s, z)",
+        {"s": np.float32(scale), "z": zero},
+        inputs=f"float[{shape}] x",
+        outputs=f"{kind}[{shape}] q, float[{shape}] y",
+    )
 
 
 def onnx_reference(x, scale, format, axis=0):

@@ -82,13 +82,14 @@ import faulty_backends as faulty
 from dataclasses import replace
 from tiny_models import mlp
 from loka_onnx.core.formats import Precision
-from loka_onnx.engines.request import BatchRange, BuildRequest, Limits
+from loka_onnx.core.job import BatchSizes
+from loka_onnx.engines.request import BuildRequest, Limits
 from loka_onnx.pipeline.building import Task, build_all
 here = Path(sys.argv[1])
 model = mlp(here / "model", Precision.FP32, Precision.FP32, fp8=False)
 
 def task(i):
-    request = BuildRequest(model.path, model.plan, model.sites, "cpu", "cpu", BatchRange(1, 8, 16),
+    request = BuildRequest(model.path, model.plan, model.sites, "cpu", "cpu", BatchSizes(1, 8, 16),
                            here / str(i) / "engine", model.sample, limits=Limits(600.0, 1 << 32))
     return Task(str(i), lambda: faulty.TellsAndHangs().build(request))
 

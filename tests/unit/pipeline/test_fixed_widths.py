@@ -140,7 +140,7 @@ def test_a_run_imports_with_the_width_and_requests_of_another_are_refused(place:
     settings = SimpleNamespace(
         config=config,
         specs=OUTPUTS,
-        measured_outputs=[],
+        outputs_without_limits=[],
         path=lambda name: place / Path(name).name,
         directory=SimpleNamespace(document=document),
     )

@@ -14,11 +14,11 @@ from tiny_models import MlpShape, mlp
 from loka_onnx.core import serde
 from loka_onnx.core.engine import BuildStatus
 from loka_onnx.core.formats import Precision
-from loka_onnx.core.job import BuildJob, JobRows
+from loka_onnx.core.job import BatchSizes, BuildJob, JobRows
 from loka_onnx.core.rewrite import Part
 from loka_onnx.engines.onnxruntime.backend import OnnxRuntimeBackend
-from loka_onnx.engines.request import BatchRange, BuildRequest, Limits
-from loka_onnx.errors import EngineError, EvaluationError, ModelError
+from loka_onnx.engines.request import BuildRequest, Limits
+from loka_onnx.errors import ConfigError, EngineError, EvaluationError, ModelError
 from loka_onnx.pipeline import job_execution
 from loka_onnx.pipeline.job_execution import execute_job
 from loka_onnx.pipeline.job_results import choosable, merge_result, read_result, replayed
@@ -51,7 +51,7 @@ def written(
     data: bool = False,
     external: bool = False,
     timed: SplitRows | None = None,
-    batch: BatchRange = BatchRange(1, 8, 16, (4, 8)),  # noqa: B008 - frozen
+    batch: BatchSizes = BatchSizes(1, 8, 16, (4, 8)),  # noqa: B008 - frozen
 ) -> tuple[Path, BuildRequest, BuildJob]:
     model = mlp(
         folder / "model", Precision.FP32, Precision.FP32, fp8=False, shape=MlpShape(external=external)
@@ -159,7 +159,21 @@ def test_a_result_of_another_job_is_refused(tmp_path):
             read_result(directory, other)
         assert f"the result of job '{other.candidate}' is of another {what}" in str(caught.value)
         assert "execute this job (`loka-onnx build --job`), or remove the result" in str(caught.value)
+    # Beside what the documents list nothing is taken, and without its own a result is not whole.
+    for place, read in ((directory, read_job), (directory / "result", lambda d: read_result(d.parent, job))):
+        (place / "more").touch()
+        with pytest.raises(ModelError, match="file 'more' is not listed in"):
+            read(place)
+        (place / "more").unlink()
+    (directory / "result" / "result.json").unlink()
+    with pytest.raises(ModelError, match="is not whole"):
+        read_result(directory, job)
     assert serde.read(BuildJob, directory / "job.json") == job
+    # What no request of this package could ask for is refused where it is read.
+    text = (directory / "job.json").read_text()
+    (directory / "job.json").write_text(text.replace('"serve": 8', '"serve": 32'))
+    with pytest.raises(ConfigError, match="batch sizes are out of order"):
+        read_job(directory)
 
 
 def test_nothing_may_be_missing_extra_altered_or_elsewhere(tmp_path):
@@ -221,7 +235,7 @@ def test_an_engine_that_fails_on_its_host_is_no_candidate(tmp_path, monkeypatch)
 
 def test_a_short_last_batch_is_judged_elsewhere_as_well(tmp_path, monkeypatch):
     """23 rows in batches of 10 end with 3; the engine takes 8 or more."""
-    directory, request, _ = written(tmp_path, data=True, batch=BatchRange(8, 8, 16))
+    directory, request, _ = written(tmp_path, data=True, batch=BatchSizes(8, 8, 16))
     opened = OnnxRuntimeBackend.open
 
     def strict(self, artifact, path):  # type: ignore[no-untyped-def]

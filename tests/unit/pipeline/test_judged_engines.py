@@ -24,7 +24,7 @@ from loka_onnx.evaluation.engines import REQUEST_ROWS, with_latencies
 from loka_onnx.evaluation.latency import Interleaved
 from loka_onnx.pipeline import judging
 from loka_onnx.pipeline.context import Context
-from loka_onnx.pipeline.judging import Judging, counts_here
+from loka_onnx.pipeline.judging import Judging, can_be_timed_on_target
 from loka_onnx.sessions import host_devices
 from loka_onnx.sessions.cuda import CudaDevice
 from loka_onnx.sessions.runner import Arrays, Resident, Runner
@@ -197,23 +197,23 @@ def test_engines_are_timed_again_where_their_target_is(monkeypatch):
     judged = Evaluation(engine.id, "maker", "fp32", "nvidia-h100", "selection", 9, (), (), "measured")
     evaluations = [with_latencies(judged, timed)]
     # Here they would say no more than before, and neither would they where there is no such GPU.
-    assert not counts_here(evaluations, [engine])
+    assert not can_be_timed_on_target(evaluations, [engine])
     monkeypatch.setattr(host_devices, "list_cuda_devices", tuple)
-    assert not counts_here(evaluations, [engine])
+    assert not can_be_timed_on_target(evaluations, [engine])
     h100 = CudaDevice(0, "NVIDIA H100 80GB HBM3", "sm90")
     monkeypatch.setattr(host_devices, "list_cuda_devices", lambda: (h100,))
-    assert counts_here(evaluations, [engine])
+    assert can_be_timed_on_target(evaluations, [engine])
     there = [with_latencies(judged, bench({"fp32": Adding()}).time_engines([engine]))]
-    assert not counts_here(there, [engine])
+    assert not can_be_timed_on_target(there, [engine])
     # An H100 as well, and another machine; on an H200 nothing better can be had than what there is.
     pcie = CudaDevice(0, "NVIDIA H100 PCIe", "sm90")
     monkeypatch.setattr(host_devices, "list_cuda_devices", lambda: (pcie,))
-    assert counts_here(there, [engine])
+    assert can_be_timed_on_target(there, [engine])
     for other in ("NVIDIA H200", "NVIDIA H100 80GB HBM3 MIG 1g.10gb"):
         monkeypatch.setattr(
             host_devices, "list_cuda_devices", lambda name=other: (CudaDevice(0, name, "sm90"),)
         )
-        assert not counts_here(there, [engine])
+        assert not can_be_timed_on_target(there, [engine])
 
 
 ROWS = 10_250

@@ -29,7 +29,7 @@ from loka_onnx.core.statistics import TensorRange
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.graph.sites import find_sites
 from loka_onnx.planning.costs import LABELLED_ALLOWANCE
-from loka_onnx.planning.judging import judge
+from loka_onnx.planning.judging import judge_sites
 
 CTR = OutputSpec("ctr", OutputKind.LOGIT, "clicked", budget=0.001)
 CVR = OutputSpec("cvr", OutputKind.LOGIT, "bought", budget=0.001)
@@ -147,7 +147,7 @@ Moments = Mapping[str, Mapping[str, RatioMoments]]
 
 
 def judged(sites, profile, outputs=(CTR,), confidence=0.95):
-    return judge(sites, (), profile, outputs, confidence)
+    return judge_sites(sites, (), profile, outputs, confidence)
 
 
 def safe(sites: Sequence[Site], profile: Profile, outputs: tuple[OutputSpec, ...] = (CTR,)) -> set[str]:

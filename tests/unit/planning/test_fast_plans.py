@@ -20,7 +20,14 @@ from loka_onnx.errors import InternalError
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.graph.sites import find_sites
 from loka_onnx.planning.costs import LABELLED_ALLOWANCE
-from loka_onnx.planning.expected_latency import Known, Point, expected_us, front, predict, why_not_expected
+from loka_onnx.planning.expected_latency import (
+    Known,
+    Point,
+    expected_us,
+    front,
+    predict_latency,
+    why_not_expected,
+)
 from loka_onnx.planning.policy import Planner, PlanOptions, make_plans
 from loka_onnx.planning.site_speed import DeviceTimings, SiteSpeeds
 
@@ -274,33 +281,33 @@ BOTH = Known("both", plan("a", "b"), {10: 70.0, 20: 130.0})
 
 
 def test_the_difference_is_added_to_what_was_measured_of_the_plan_that_differs_in_fewest_sites():
-    found = predict(plan("a"), (BF16,), "gpu")
+    found = predict_latency(plan("a"), (BF16,), "gpu")
     assert (found.start, dict(found.us)) == ("bf16", {10: pytest.approx(70.0), 20: pytest.approx(120.0)})
-    found = predict(plan("a", "b", "c"), (BF16, BOTH), "gpu")
+    found = predict_latency(plan("a", "b", "c"), (BF16, BOTH), "gpu")
     assert (found.start, found.us[10]) == ("both", pytest.approx(50.0))
-    nearer = predict(plan("c"), (BF16, BOTH), "gpu")
+    nearer = predict_latency(plan("c"), (BF16, BOTH), "gpu")
     assert nearer.start == "bf16"
 
 
 def test_nothing_is_predicted_without_a_like_engine_or_across_a_kernel_that_is_broken_up():
     other = Known("fp16", plan(base=Precision.FP16), {10: 90.0})
-    assert predict(plan("a"), (other,), "gpu") is None
-    assert predict(plan("a"), (BF16,), "another") is None
+    assert predict_latency(plan("a"), (other,), "gpu") is None
+    assert predict_latency(plan("a"), (BF16,), "another") is None
     unknown = Known("near", replace(plan("a"), predicted_us={}), {10: 1.0})
-    found = predict(plan("a"), (unknown, BF16), "gpu")
+    found = predict_latency(plan("a"), (unknown, BF16), "gpu")
     assert found.start == "bf16"
     alone = replace(plan("a"), breaks_up={"gpu": {"a": "token-residual-norm"}})
-    found = predict(alone, (BF16,), "gpu")
+    found = predict_latency(alone, (BF16,), "gpu")
     why = "FP8 at 'a' breaks up the kernel 'token-residual-norm', and what the parts take was not measured"
     assert (found.start, found.us, found.why_not) == ("", {}, why)
     # On another device it is no kernel.
     assert why_not_expected(alone, BF16.plan, "another") == ""
     # The other way round as well.
-    found = predict(plan("b"), (Known("parted", alone, {10: 90.0}),), "gpu")
+    found = predict_latency(plan("b"), (Known("parted", alone, {10: 90.0}),), "gpu")
     assert found.us == {}
     assert found.why_not.startswith("FP8 at 'a' of plan 'p' breaks up the kernel 'token-residual-norm'")
     # An engine that differs in more sites, and not by a kernel, is what it starts from.
-    further = predict(plan("a", "b"), (Known("near", alone, {10: 1.0}), BF16), "gpu")
+    further = predict_latency(plan("a", "b"), (Known("near", alone, {10: 1.0}), BF16), "gpu")
     assert (further.start, further.why_not) == ("bf16", "")
 
 

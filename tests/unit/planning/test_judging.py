@@ -33,7 +33,7 @@ from loka_onnx.core.site import Operand, Site, SiteKind
 from loka_onnx.errors import PlanningError
 from loka_onnx.graph.sites import find_sites
 from loka_onnx.planning.costs import LABELLED_ALLOWANCE, Cost, Costs, allowed_kl, useful_flops
-from loka_onnx.planning.judging import NORM_ALLOWANCE, judge, step_down
+from loka_onnx.planning.judging import NORM_ALLOWANCE, judge_sites, step_down
 
 DRAWN_ERRORS = st.floats(0.0, 0.3)
 
@@ -135,7 +135,7 @@ def test_sites_measured_together_are_judged_together_and_what_is_left_of_them_by
     together = group("x", "abd", {"ctr": kl_of(0.0)})
     profile = bare_profile(exactly({"a": 0.3, "b": 0.3, "d": 0.0}), (together,))
     assert safe(sites, profile) == {"a", "b", "d"}
-    found = judge(sites, {"d"}, profile, (CTR,), 0.95)
+    found = judge_sites(sites, {"d"}, profile, (CTR,), 0.95)
     assert {name: found[name].verdict for name in "ab"} == {"a": Verdict.SAFE, "b": Verdict.UNSAFE}
     assert "KL at most 0.06 %" in found["b"].reason
 
@@ -203,7 +203,7 @@ def test_norms_share_equally_what_they_have_of_their_own():
     sites = [norm("a"), norm("b"), linear("p")]
     assert safe(sites, bare_profile(exactly(parts))) == {"a", "p"}
     # One that is kept leaves its part to the others.
-    found = judge(sites, {"a"}, bare_profile(exactly(parts)), (CTR,), 0.95)
+    found = judge_sites(sites, {"a"}, bare_profile(exactly(parts)), (CTR,), 0.95)
     assert found["b"].verdict is Verdict.SAFE and "a" not in found
 
 
@@ -211,7 +211,7 @@ def test_products_that_do_not_compete_are_held_against_what_they_would_have_had(
     dot = Site("dot", SiteKind.INTERACTION, "MatMul", (Operand("u", 0, False, 2, ()),) * 2, "d", 16, 16, 1)
     sites = [linear("a"), linear("thin", 16, 8), linear("kept"), dot]
     parts = {"a": 1.0, "thin": 0.19, "kept": 0.51, "dot": 0.34}
-    found = judge(sites, {"kept"}, bare_profile(exactly(parts)), (CTR,), 0.95)
+    found = judge_sites(sites, {"kept"}, bare_profile(exactly(parts)), (CTR,), 0.95)
     # a has all; of FP8-able operations (a, kept) kept has half; dot and thin come on top of those, alone.
     assert {n: found[n].verdict for n in parts} == {
         "a": Verdict.SAFE,

@@ -6,9 +6,10 @@ import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import onnx
-from onnx import TensorProto, helper, numpy_helper
+from onnx_text import parsed
 
 from loka_onnx.bundle.writer import BundleContents, BundleEngine, Expectation
 from loka_onnx.core.artifact import ModelArtifact, OutputKind, OutputSpec, Parity, TensorSpec
@@ -67,31 +68,22 @@ class SampleRun:
 def build_model(path: Path, sites: tuple[str, ...], fp8: tuple[str, ...]) -> None:
     """Three MatMul layers; the sites named in `fp8` get E4M3FN Q/DQ on both operands."""
     rng = np.random.default_rng(7)
-    nodes, weights, x = [], [], "dense"
-    for index, site in enumerate(sites):
-        k, n = WIDTHS[index], WIDTHS[index + 1]
+    body, weights, x = "", {}, "dense"
+    for index, (site, k, n) in enumerate(zip(sites, WIDTHS, WIDTHS[1:], strict=False)):
         weight = (rng.standard_normal((k, n)) * math.sqrt(2 / k)).astype(np.float32)
-        weights.append(numpy_helper.from_array(weight, f"w{index}"))
+        weights[f"w{index}"] = weight
         operands = [x, f"w{index}"]
-        for position, amax in enumerate((6.0, float(np.abs(weight).max()))) if site in fp8 else ():
-            stem = f"{index}_{position}"
-            weights.append(numpy_helper.from_array(np.float32(amax / 448), f"s{stem}"))
-            weights.append(helper.make_tensor(f"z{stem}", TensorProto.FLOAT8E4M3FN, [], b"\0", raw=True))
-            scale = [f"s{stem}", f"z{stem}"]
-            nodes.append(helper.make_node("QuantizeLinear", [operands[position], *scale], [f"q{stem}"]))
-            nodes.append(helper.make_node("DequantizeLinear", [f"q{stem}", *scale], [f"d{stem}"]))
-            operands[position] = f"d{stem}"
+        for at, amax in enumerate((6.0, float(np.abs(weight).max()))) if site in fp8 else ():
+            stem = f"{index}_{at}"
+            weights |= {f"s{stem}": np.float32(amax / 448), f"z{stem}": np.zeros((), ml_dtypes.float8_e4m3fn)}
+            body += f"q{stem} = QuantizeLinear({operands[at]}, s{stem}, z{stem})"
+            body += f"d{stem} = DequantizeLinear(q{stem}, s{stem}, z{stem})"
+            operands[at] = f"d{stem}"
         last = index == len(sites) - 1
-        nodes.append(helper.make_node("MatMul", operands, ["ctr" if last else f"m{index}"], name=site))
-        if not last:
-            nodes.append(helper.make_node("Relu", [f"m{index}"], [f"r{index}"]))
+        body += f'["{site}"] {"ctr" if last else f"m{index}"} = MatMul({", ".join(operands)})'
+        body += "" if last else f"r{index} = Relu(m{index})"
         x = f"r{index}"
-    ends = (
-        [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", width])]
-        for name, width in (("dense", WIDTHS[0]), ("ctr", 1))
-    )
-    graph = helper.make_graph(nodes, "ranker", *ends, weights)
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+    model = parsed(body, weights, inputs=f"float[batch,{WIDTHS[0]}] dense", outputs="float[batch,1] ctr")
     onnx.checker.check_model(model)
     onnx.save(model, path)
 

@@ -15,9 +15,9 @@ from loka_onnx.engines.inductor import session as inductor_session
 from loka_onnx.engines.inductor.package import (
     InductorEngine,
     check_host,
-    instruction_sets,
     read_engine,
     read_sources,
+    vector_instructions,
 )
 from loka_onnx.engines.inductor.session import open_inductor
 from loka_onnx.errors import EngineError
@@ -36,8 +36,8 @@ def test_another_release_of_pytorch_or_processor_is_refused() -> None:
 def test_instruction_sets_are_read_from_the_kernel(tmp_path: Path) -> None:
     text = "processor : 0\nflags\t\t: fpu sse2 avx2 ibrs fma\n\nprocessor : 1\nflags : sse2\n"
     (tmp_path / "cpuinfo").write_text(text)
-    assert instruction_sets(tmp_path / "cpuinfo") == ("avx2", "fma", "sse2")
-    assert instruction_sets(tmp_path / "absent") == ()
+    assert vector_instructions(tmp_path / "cpuinfo") == ("avx2", "fma", "sse2")
+    assert vector_instructions(tmp_path / "absent") == ()
 
 
 def package(path: Path, engine: InductorEngine) -> Path:

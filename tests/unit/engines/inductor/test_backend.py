@@ -17,6 +17,7 @@ torch = pytest.importorskip("torch", reason="needs torch: pip install 'loka-onnx
 from planned import plan_of_one  # noqa: E402
 
 from loka_onnx.core.formats import E5M2, Precision  # noqa: E402
+from loka_onnx.core.job import BatchSizes  # noqa: E402
 from loka_onnx.core.recipe import PER_TENSOR, Recipe  # noqa: E402
 from loka_onnx.core.site import Operand, Site, SiteKind  # noqa: E402
 from loka_onnx.engines.inductor import backend as backend_module  # noqa: E402
@@ -48,7 +49,7 @@ from loka_onnx.engines.inductor.site_precision import (  # noqa: E402
     products_of,
     site_precisions,
 )
-from loka_onnx.engines.request import BatchRange, BuildRequest  # noqa: E402
+from loka_onnx.engines.request import BuildRequest  # noqa: E402
 from loka_onnx.errors import DataError, ModelError  # noqa: E402
 from loka_onnx.sessions.cuda import CudaDevice  # noqa: E402
 
@@ -104,7 +105,7 @@ def test_the_compiler_of_the_system_is_preferred_to_the_environment(tmp_path, mo
 
 def request(architecture: str = "cpu", sizes=(8, 32), options=None) -> BuildRequest:
     """A request of which nothing but the batch sizes, the architecture and the options is read."""
-    nowhere, batch = Path("nowhere"), BatchRange(1, max(sizes), max(sizes), sizes)
+    nowhere, batch = Path("nowhere"), BatchSizes(1, max(sizes), max(sizes), sizes)
     given = (nowhere, plan_of_one(), (), "device", architecture, batch, nowhere, nowhere)
     return BuildRequest(*given, options=options or {})
 
@@ -114,10 +115,10 @@ def test_programs_for_batch_sizes() -> None:
     others = [request("cpu"), request("sm90", options={"static": 0})]
     others += [request("sm90", sizes) for sizes in ((64,), (1, 8, 64, 512))]
     assert not any(Settings.of(each).static for each in others)
-    batch = BatchRange(1, 8, 64, (8, 32))
+    batch = BatchSizes(1, 8, 64, (8, 32))
     assert batch_programs(batch, static=False) == (Program("rows", 1, 64),)
     assert batch_programs(batch, static=True) == (Program("rows8", 8, 8), Program("rows32", 32, 32))
-    assert batch_programs(BatchRange(16, 16, 16), static=False) == (Program("rows16", 16, 16),)
+    assert batch_programs(BatchSizes(16, 16, 16), static=False) == (Program("rows16", 16, 16),)
 
 
 def test_options_become_settings() -> None:

@@ -16,12 +16,13 @@ from planned_graphs import Planned
 from vendor_names import attributes
 
 from loka_onnx.core.formats import E4M3FNUZ, E5M2, Precision
+from loka_onnx.core.job import BatchSizes
 from loka_onnx.core.recipe import PER_TENSOR, Recipe
 from loka_onnx.engines.migraphx import api, backend
 from loka_onnx.engines.migraphx import session as migraphx_session
 from loka_onnx.engines.migraphx.backend import MigraphxBackend, inputs_of, save_dialect
 from loka_onnx.engines.migraphx.session import ProgramInput, ProgramOutput, read_engine
-from loka_onnx.engines.request import BatchRange, BuildRequest
+from loka_onnx.engines.request import BuildRequest
 from loka_onnx.errors import ModelError
 from loka_onnx.sessions.model_files import batched_outputs, data_locations
 
@@ -70,7 +71,7 @@ def vendor(monkeypatch: pytest.MonkeyPatch) -> FakeMigraphx:
 
 def compiled(path: Path, architecture: str, recipe: Recipe | None = PER_TENSOR, **options: int) -> Path:
     """The engine's manifest, in an empty folder."""
-    batch, into = BatchRange(1, 8, 32, (2, 8)), path.parent / "engine"
+    batch, into = BatchSizes(1, 8, 32, (2, 8)), path.parent / "engine"
     shutil.rmtree(into, ignore_errors=True)
     into.mkdir()
     where = {"target": "", "architecture": architecture, "output": into, "sample": path}

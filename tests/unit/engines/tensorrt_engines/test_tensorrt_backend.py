@@ -10,8 +10,9 @@ from planned import plan_of_one
 
 from loka_onnx.core.engine import BuildStatus
 from loka_onnx.core.formats import E5M2, INT8, UINT8, Precision
+from loka_onnx.core.job import BatchSizes
 from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR, Recipe
-from loka_onnx.engines.request import BatchRange, BuildRequest
+from loka_onnx.engines.request import BuildRequest
 from loka_onnx.engines.tensorrt import backend as module
 from loka_onnx.engines.tensorrt import build
 from loka_onnx.engines.tensorrt.backend import TensorRtBackend, TensorRtRtxBackend
@@ -43,7 +44,7 @@ def host(monkeypatch: pytest.MonkeyPatch):
 def request(tmp_path: Path, **options: int) -> BuildRequest:
     for name in ("model.onnx", "sample.npz"):
         (tmp_path / name).write_bytes(b"")
-    batch, paths = BatchRange(1, 8, 16, (4, 8)), (tmp_path / "engine", tmp_path / "sample.npz")
+    batch, paths = BatchSizes(1, 8, 16, (4, 8)), (tmp_path / "engine", tmp_path / "sample.npz")
     return BuildRequest(
         tmp_path / "model.onnx", FP8, (), "nvidia-h100", "sm90", batch, *paths, options=options
     )
@@ -152,7 +153,7 @@ def vendor(**more: Any) -> SimpleNamespace:
 
 
 def test_options_and_choices_reach_the_configuration():
-    config, plain = Config("builder_optimization_level"), BuildSettings("sm90", BatchRange(1, 8, 16))
+    config, plain = Config("builder_optimization_level"), BuildSettings("sm90", BatchSizes(1, 8, 16))
     build._configure(vendor(), config, replace(plain, optimization_level=5, workspace_mib=3))
     assert (config.profiling_verbosity, config.builder_optimization_level) == ("detailed", 5)
     assert (config.limits, config.cleared) == ({"workspace": 3 << 20}, ["tf32"])
@@ -169,10 +170,10 @@ def test_options_and_choices_reach_the_configuration():
 
 
 def test_profiles_for_every_size_and_for_each():
-    def profiles(batch: BatchRange, *, each: bool) -> list[tuple[int, int, int]]:
+    def profiles(batch: BatchSizes, *, each: bool) -> list[tuple[int, int, int]]:
         return list(build._profile_sizes(BuildSettings("sm90", batch, profile_each_size=each)))
 
-    served = BatchRange(1, 256, 2048, (64, 256, 2048))
+    served = BatchSizes(1, 256, 2048, (64, 256, 2048))
     assert profiles(served, each=False) == [(1, 256, 2048)]
     assert profiles(served, each=True) == [(1, 256, 2048), (64,) * 3, (256,) * 3, (2048,) * 3]
-    assert profiles(BatchRange(8, 8, 8), each=True) == [(8, 8, 8)]
+    assert profiles(BatchSizes(8, 8, 8), each=True) == [(8, 8, 8)]

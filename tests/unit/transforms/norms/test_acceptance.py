@@ -42,11 +42,11 @@ def together(models: Mapping[str, onnx.ModelProto]) -> onnx.ModelProto:
 
 def build(model: onnx.ModelProto, folder: Path) -> None:
     trt = pytest.importorskip("tensorrt_rtx", reason="needs tensorrt_rtx")
-    from loka_onnx.engines.request import BatchRange
+    from loka_onnx.core.job import BatchSizes
     from loka_onnx.engines.tensorrt.build import BuildSettings, build_engine
 
     onnx.save(model, folder / "together.onnx")
-    settings = BuildSettings("sm89", BatchRange(1, 8, 16))
+    settings = BuildSettings("sm89", BatchSizes(1, 8, 16))
     build_engine(trt, folder / "together.onnx", settings, folder / "engine.trt")
     assert (folder / "engine.trt").stat().st_size > 0
 
