@@ -38,11 +38,14 @@ class Switch:
 
 @dataclass(frozen=True)
 class SwitchableFile:
-    """A switchable model on disk, picklable; `sites` are those of the switches, in their order."""
+    """A switchable model on disk, picklable; `sites` are those of the switches, in their order, `conditions`
+    the tensors that switch them.
+    """
 
     path: Path
     sites: tuple[str, ...]
     outputs: tuple[str, ...]
+    conditions: tuple[str, ...]
 
     def open(self, threads: int = 1) -> SwitchableModel:
         """Load the model with so many threads per operator; 0 for ONNX Runtime's choice."""
@@ -73,7 +76,8 @@ def write_switchable(
     for name, of_site in groupby(zip(switches, conditions, strict=True), lambda each: each[0].site.name):
         _make_switchable(model, [*of_site], moved, factor, (biases or {}).get(name))
     model.save(path)
-    return SwitchableFile(path, tuple(switch.site.name for switch in switches), outputs)
+    sites = tuple(switch.site.name for switch in switches)
+    return SwitchableFile(path, sites, outputs, tuple(condition.name for condition in conditions))
 
 
 def _make_switchable(
