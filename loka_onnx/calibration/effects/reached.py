@@ -1,14 +1,16 @@
 """A switchable model in parts, of which a switch runs again only those that it reaches.
 
 Nodes behind the same set of switches are one part, a file and a session of its own. Along an edge sets only
-grow, so parts have an order. A batch runs exactly once, and its tensors are kept; under a switch, parts that it
-does not reach would repeat them. Of a model with parallel towers a site reruns its own tower and the head.
+grow, so parts have an order. A batch runs exact once, and its tensors are kept: under a switch, parts that it
+does not reach would repeat them. Of parallel towers a site reruns its own, and what is behind all of them.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -75,50 +77,53 @@ def write_parts(file: SwitchableFile, outputs: Collection[str]) -> Parts:
     """
     model = read_model(file.path)
     optimize = not holds_float8(model)
+    # ONNX Runtime fuses by shapes, and a part alone tells less of them.
     add_inferred_shapes(model)
     graph = model.graph
-    position = {name: number for number, name in enumerate(file.conditions)}
-    conditions = {node.output[0]: node for node in graph.node if node.output[0] in position}
-    needed, nodes = {*outputs}, list[onnx.NodeProto]()
-    for node in reversed(graph.node):
-        if not needed.isdisjoint(node.output):
-            needed |= {*reads_of([node])}
-            nodes.insert(0, node)
-    reach = {name: frozenset({number}) for name, number in position.items()}
-    groups: dict[frozenset[int], list[onnx.NodeProto]] = {}
-    for node in nodes:
-        if node.output[0] in conditions:
-            continue
-        reads = {*reads_of([node])}
-        of_node = frozenset[int]().union(*(reach[name] for name in reads if name in reach))
-        reach |= dict.fromkeys(node.output, of_node)
-        groups.setdefault(of_node, []).extend(
-            (*(conditions[name] for name in reads & conditions.keys()), node)
-        )
+    groups = _groups(graph, file.conditions, outputs)
     types = {info.name: info for info in (*graph.value_info, *graph.input, *graph.output)}
     weights = {tensor.name: tensor for tensor in graph.initializer}
-    reads_by_group = {key: {*reads_of(group)} for key, group in groups.items()}
+    reads = {switches: {*reads_of(nodes)} for switches, nodes in groups.items()}
+    readers = Counter(chain(outputs, *reads.values()))
     parts = []
-    for number, (key, group) in enumerate(sorted(groups.items(), key=lambda each: len(each[0]))):
-        made = [name for node in group for name in node.output]
-        elsewhere = {*outputs}.union(*(reads for other, reads in reads_by_group.items() if other != key))
-        read = sorted(reads_by_group[key] - {*made, ""})
-        given, left = (
-            [n for n in read if n not in weights and n in types],
-            [n for n in made if n in elsewhere],
-        )
+    for number, (switches, nodes) in enumerate(sorted(groups.items(), key=lambda group: len(group[0]))):
+        made = [name for node in nodes for name in node.output]
+        read = sorted(reads[switches] - {*made, ""})
+        given = [name for name in read if name in types and name not in weights]
+        left = [name for name in made if readers[name] > (name in reads[switches])]
         if any(n not in types or types[n].type.tensor_type.elem_type in _CROSSING for n in (*given, *left)):
             whole = Part(file.path, frozenset(range(len(file.sites))), tuple(outputs))
             return Parts(file, (whole,), optimize)
         part = onnx.ModelProto(ir_version=model.ir_version, opset_import=model.opset_import)
         part.functions.extend(model.functions)
         part.graph.name = "part"
-        part.graph.node.extend(group)
-        part.graph.initializer.extend(weights[n] for n in read if n in weights)
-        part.graph.input.extend(types[n] for n in given)
-        part.graph.output.extend(types[n] for n in left)
-        part.graph.value_info.extend(types[n] for n in made if n in types and n not in left)
+        part.graph.node.extend(nodes)
+        part.graph.initializer.extend(weights[name] for name in read if name in weights)
+        part.graph.input.extend(types[name] for name in given)
+        part.graph.output.extend(types[name] for name in left)
+        part.graph.value_info.extend(types[name] for name in made if name in types and name not in left)
         path = file.path.with_suffix(f".{number}.onnx")
         path.write_bytes(part.SerializeToString())
-        parts.append(Part(path, key, tuple(left)))
+        parts.append(Part(path, switches, tuple(left)))
     return Parts(file, tuple(parts), optimize)
+
+
+def _groups(
+    graph: onnx.GraphProto, conditions: Sequence[str], outputs: Collection[str]
+) -> dict[frozenset[int], list[onnx.NodeProto]]:
+    """Return the nodes that outputs need, by the switches that reach them; a condition is with its reader."""
+    needed, nodes = {*outputs}, list[onnx.NodeProto]()
+    for node in reversed(graph.node):
+        if not needed.isdisjoint(node.output):
+            needed |= {*reads_of([node])}
+            nodes.append(node)
+    reach = {name: frozenset({position}) for position, name in enumerate(conditions)}
+    makers = {node.output[0]: node for node in nodes if node.output[0] in reach}
+    groups: dict[frozenset[int], list[onnx.NodeProto]] = {}
+    for node in reversed(nodes):
+        if node.output[0] not in makers:
+            reads = dict.fromkeys(reads_of([node]))
+            switches = frozenset[int]().union(*(reach[name] for name in reads if name in reach))
+            reach |= dict.fromkeys(node.output, switches)
+            groups.setdefault(switches, []).extend((*(makers[n] for n in reads if n in makers), node))
+    return groups

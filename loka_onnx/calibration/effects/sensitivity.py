@@ -4,10 +4,10 @@ together.
 The loss change of a row is exactly KL(p ‖ p′) + (p − y)·δ (`effects.loss_totals`). A site is judged on the
 first term, which needs no label; the second is reported beside it.
 
-Batches of rows in random order run through one switchable model, once exact and, from its first site on, once
-for every unit of sites (`effects.reached`), and leave their sums (`effects.loss_totals`). At each interim analysis the caller names the undecided sites;
-with none left the pass ends. Before that, the first rows run under slightly moved scales
-(`observers.arithmetic`).
+Batches of rows in random order run through one switchable model, once exact and once for every unit of sites
+from its first site on (`effects.reached`), and leave their sums (`effects.loss_totals`). At each interim
+analysis the caller names the undecided sites; with none left the pass ends. Before that, the first rows run
+under slightly moved scales (`observers.arithmetic`).
 
 **Stopping.** The first analysis is after 4096 rows, each next one after half as many rows more, so a verdict
 takes at most half again the rows it needs. The intervals hold at every number of rows at once

@@ -259,8 +259,8 @@ def test_a_switch_reruns_only_what_it_reaches(measure_both, monkeypatch):
 
     monkeypatch.setattr(OnnxSession, "run", counted)
     measure_both(draws=1, batch_size=600)
-    # Parts with a site: each once exact. Of left, right, norm, deep and head there are 4, 4, 3, 2 and 1 to the end;
-    # all but the norm have two formats, and left and right are on together too.
+    # Parts with a site: each once exact; from left, right, norm, deep and head there are 4, 4, 3, 2 and 1 to
+    # the end; all but the norm have two formats, and left and right are on together too.
     assert (parts.count(0), parts.count(1), parts.count(2)) == (5, 2 * (4 + 4 + 2 + 1) + 3, 2 * 5)
 
 
