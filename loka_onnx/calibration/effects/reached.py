@@ -8,7 +8,7 @@ does not reach would repeat them. Of parallel towers a site reruns its own, and 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -19,108 +19,77 @@ import onnx
 from loka_onnx.calibration.effects.switchable import SWITCHES, Arrays, SwitchableFile
 from loka_onnx.graph.detached import add_inferred_shapes
 from loka_onnx.sessions.model_files import FLOAT8_TYPES, read_model, reads_of
-from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions, holds_float8
+from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
 
-_CROSSING = {onnx.TensorProto.UNDEFINED, onnx.TensorProto.BFLOAT16, *FLOAT8_TYPES}
+_NOT_PASSED = {onnx.TensorProto.UNDEFINED, onnx.TensorProto.BFLOAT16, *FLOAT8_TYPES}
 """Types of tensors that do not pass between sessions."""
 
 
 @dataclass(frozen=True)
-class Part:
-    """Nodes of a switchable model that the same `switches` reach, in a file; `outputs` are read elsewhere."""
-
-    path: Path
-    switches: frozenset[int]
-    outputs: tuple[str, ...]
-
-
-@dataclass(frozen=True)
 class Parts:
-    """Parts of a switchable model in the order that they run in, picklable."""
+    """Files of parts in the order that they run in, with the switches of `whole` that reach their nodes."""
 
-    file: SwitchableFile
-    parts: tuple[Part, ...]
-    optimize: bool
+    whole: SwitchableFile
+    reached_by: Mapping[Path, frozenset[int]]
 
-    def open(self) -> PartedModel:
-        """Load the parts."""
-        return PartedModel(self)
+    def open(self) -> Callable[[Arrays, Sequence[Collection[int]], Sequence[str]], Iterator[Arrays]]:
+        """Load the parts. The function yields outputs, exact and then with each unit of switches on."""
+        sessions = [
+            (OnnxSession(path, SessionOptions(threads=1)), on) for path, on in self.reached_by.items()
+        ]
+        positions = np.arange(len(self.whole.sites))
 
+        def run_each(
+            inputs: Arrays, units: Sequence[Collection[int]], outputs: Sequence[str]
+        ) -> Iterator[Arrays]:
+            exact: Arrays = {}
+            for on in ((), *units):
+                values = {**inputs, **exact, SWITCHES: np.isin(positions, [*on])}
+                for session, switches in sessions:
+                    if not exact or not switches.isdisjoint(on):
+                        values |= session.run(values)
+                exact = exact or values
+                yield {name: values[name] for name in outputs}
 
-class PartedModel:
-    """Sessions of the parts, each of one thread."""
-
-    def __init__(self, whole: Parts) -> None:
-        options = SessionOptions(threads=1, optimize=whole.optimize)
-        self._switches = len(whole.file.sites)
-        self._sessions = [(part, OnnxSession(part.path, options)) for part in whole.parts]
-
-    def run_each(
-        self, inputs: Arrays, units: Sequence[Collection[int]], outputs: Sequence[str]
-    ) -> Iterator[Arrays]:
-        """Yield outputs of the exact model, then with the switches of each unit on, by their positions."""
-        exact: Arrays = inputs
-        for on in ((), *units):
-            vector = np.zeros(self._switches, dtype=np.bool_)
-            vector[[*on]] = True
-            values = {**exact, SWITCHES: vector}
-            for part, session in self._sessions:
-                if exact is inputs or not part.switches.isdisjoint(on):
-                    values |= session.run(values, part.outputs)
-            exact = values if exact is inputs else exact
-            yield {name: values[name] for name in outputs}
+        return run_each
 
 
-def write_parts(file: SwitchableFile, outputs: Collection[str]) -> Parts:
-    """Write the parts that compute `outputs` beside a switchable model; one, the model itself, where a tensor
-    between parts could not pass.
-    """
-    model = read_model(file.path)
-    optimize = not holds_float8(model)
+def write_parts(whole: SwitchableFile) -> Parts:
+    """Write the parts beside the model; one, the model itself, where a tensor could not pass."""
+    model = read_model(whole.path)
     # ONNX Runtime fuses by shapes, and a part alone tells less of them.
     add_inferred_shapes(model)
-    graph = model.graph
-    groups = _groups(graph, file.conditions, outputs)
-    types = {info.name: info for info in (*graph.value_info, *graph.input, *graph.output)}
-    weights = {tensor.name: tensor for tensor in graph.initializer}
+    types = {info.name: info for info in (*model.graph.value_info, *model.graph.input, *model.graph.output)}
+    weights = {tensor.name: tensor for tensor in model.graph.initializer}
+    groups = _groups(model.graph, whole.conditions)
     reads = {switches: {*reads_of(nodes)} for switches, nodes in groups.items()}
-    readers = Counter(chain(outputs, *reads.values()))
-    parts = []
-    for number, (switches, nodes) in enumerate(sorted(groups.items(), key=lambda group: len(group[0]))):
-        made = [name for node in nodes for name in node.output]
-        read = sorted(reads[switches] - {*made, ""})
-        given = [name for name in read if name in types and name not in weights]
+    readers = Counter(chain(whole.outputs, *reads.values()))
+    files: dict[Path, frozenset[int]] = {}
+    for switches in sorted(groups, key=len):
+        made = [name for node in groups[switches] for name in node.output]
+        read = sorted(reads[switches] - {*made})
+        given = [types[name] for name in read if name in types and name not in weights]
         left = [name for name in made if readers[name] > (name in reads[switches])]
-        if any(n not in types or types[n].type.tensor_type.elem_type in _CROSSING for n in (*given, *left)):
-            whole = Part(file.path, frozenset(range(len(file.sites))), tuple(outputs))
-            return Parts(file, (whole,), optimize)
-        part = onnx.ModelProto(ir_version=model.ir_version, opset_import=model.opset_import)
-        part.functions.extend(model.functions)
-        part.graph.name = "part"
-        part.graph.node.extend(nodes)
-        part.graph.initializer.extend(weights[name] for name in read if name in weights)
-        part.graph.input.extend(types[name] for name in given)
-        part.graph.output.extend(types[name] for name in left)
-        part.graph.value_info.extend(types[name] for name in made if name in types and name not in left)
-        path = file.path.with_suffix(f".{number}.onnx")
+        passed = [types.get(name, onnx.ValueInfoProto()) for name in left]
+        if any(info.type.tensor_type.elem_type in _NOT_PASSED for info in (*given, *passed)):
+            return Parts(whole, {whole.path: frozenset(range(len(whole.sites)))})
+        constants = [weights[name] for name in read if name in weights]
+        inner = [types[name] for name in made if name in types and name not in left]
+        graph = onnx.helper.make_graph(groups[switches], "part", given, passed, constants, value_info=inner)
+        known = {"opset_imports": model.opset_import, "functions": model.functions}
+        part = onnx.helper.make_model(graph, ir_version=model.ir_version, **known)
+        path = whole.path.with_suffix(f".{len(files)}.onnx")
         path.write_bytes(part.SerializeToString())
-        parts.append(Part(path, switches, tuple(left)))
-    return Parts(file, tuple(parts), optimize)
+        files[path] = switches
+    return Parts(whole, files)
 
 
-def _groups(
-    graph: onnx.GraphProto, conditions: Sequence[str], outputs: Collection[str]
-) -> dict[frozenset[int], list[onnx.NodeProto]]:
-    """Return the nodes that outputs need, by the switches that reach them; a condition is with its reader."""
-    needed, nodes = {*outputs}, list[onnx.NodeProto]()
-    for node in reversed(graph.node):
-        if not needed.isdisjoint(node.output):
-            needed |= {*reads_of([node])}
-            nodes.append(node)
+def _groups(graph: onnx.GraphProto, conditions: Sequence[str]) -> dict[frozenset[int], list[onnx.NodeProto]]:
+    """Return the nodes by the switches that reach them; a condition is with its reader."""
     reach = {name: frozenset({position}) for position, name in enumerate(conditions)}
-    makers = {node.output[0]: node for node in nodes if node.output[0] in reach}
+    makers = {node.output[0]: node for node in graph.node if node.output[0] in reach}
     groups: dict[frozenset[int], list[onnx.NodeProto]] = {}
-    for node in reversed(nodes):
+    for node in graph.node:
         if node.output[0] not in makers:
             reads = dict.fromkeys(reads_of([node]))
             switches = frozenset[int]().union(*(reach[name] for name in reads if name in reach))

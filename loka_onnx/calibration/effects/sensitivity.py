@@ -108,12 +108,10 @@ class SensitivityWork(BatchWork[tuple[BatchLoss, ...]]):
 
     def open(self) -> Callable[[Batch], tuple[BatchLoss, ...]]:
         """See `BatchWork.open`."""
-        model = self.parts.open()
-        names = tuple(dict.fromkeys(spec.name for spec in self.outputs))
+        run_each, names = self.parts.open(), tuple(spec.name for spec in self.outputs)
 
         def run(batch: Batch) -> tuple[BatchLoss, ...]:
-            switched = [unit.switches for unit in self.units]
-            exact, *changed = model.run_each(batch.inputs, switched, names)
+            exact, *changed = run_each(batch.inputs, [unit.switches for unit in self.units], names)
             groups = batch.columns[self.group] if self.group is not None else None
             losses: list[BatchLoss] = []
             for spec in self.outputs:
@@ -221,8 +219,7 @@ class SensitivityPass:
         file = write_switchable(
             GraphModel.load(subject.model), subject.switches, subject.scales, path, factor
         )
-        parts = write_parts(file, {spec.name for spec in subject.outputs})
-        return SensitivityWork(path, parts, tuple(units), subject.outputs, self.options.group)
+        return SensitivityWork(path, write_parts(file), tuple(units), subject.outputs, self.options.group)
 
     def _add_batches(
         self, work: SensitivityWork, spans: Iterable[Span], totals: Sequence[OutputTotals]

@@ -223,8 +223,7 @@ def measure_live(
         return live
     path, model = scratch / "live-switchable.onnx", GraphModel.load(baseline.model.path)
     file = write_switchable(model, switches, baseline.profile.scales, path)
-    parts = write_parts(file, {spec.name for spec in baseline.outputs})
-    work = KlWork(file.path, parts, baseline.outputs)
+    work = KlWork(file.path, write_parts(file), baseline.outputs)
     # From all over the data: a file may be sorted.
     spans = first_rows(scattered(rows, size, options.seed), options.kl_rows, size)
     return replace(live, kl=total_kl(work, run(work, "kl", spans)))
@@ -257,12 +256,11 @@ class KlWork(BatchWork[Values]):
 
     def open(self) -> Callable[[Batch], Values]:
         """See `BatchWork.open`; each batch leaves (outputs, 1 + sites): mean weight, mean weighted KL."""
-        model = self.parts.open()
-        names = tuple(spec.name for spec in self.outputs)
-        units = [(position,) for position in range(len(self.parts.file.sites))]
+        run_each, names = self.parts.open(), tuple(spec.name for spec in self.outputs)
+        units = [(position,) for position in range(len(self.parts.whole.sites))]
 
         def run(batch: Batch) -> Values:
-            scores = [*model.run_each(batch.inputs, units, names)]
+            scores = [*run_each(batch.inputs, units, names)]
             return np.stack([_means(spec, scores, batch) for spec in self.outputs])
 
         return run
@@ -291,7 +289,7 @@ def total_kl(work: KlWork, batches: Iterable[tuple[str, BatchResult[Values]]]) -
         rows.append(result.rows)
     table, counts = np.stack(tables), np.array(rows, dtype=np.float64)
     return {
-        spec.name: _live_kl(table[:, at], counts, work.parts.file.sites)
+        spec.name: _live_kl(table[:, at], counts, work.parts.whole.sites)
         for at, spec in enumerate(work.outputs)
     }
 
