@@ -21,6 +21,8 @@ from loka_onnx.graph.detached import add_inferred_shapes
 from loka_onnx.sessions.model_files import FLOAT8_TYPES, read_model, reads_of
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
 
+Units = Sequence[Collection[int]]
+"""Positions of switches that are on together."""
 _NOT_PASSED = {onnx.TensorProto.UNDEFINED, onnx.TensorProto.BFLOAT16, *FLOAT8_TYPES}
 """Types of tensors that do not pass between sessions."""
 
@@ -32,16 +34,14 @@ class Parts:
     whole: SwitchableFile
     reached_by: Mapping[Path, frozenset[int]]
 
-    def open(self) -> Callable[[Arrays, Sequence[Collection[int]], Sequence[str]], Iterator[Arrays]]:
+    def open(self) -> Callable[[Arrays, Units, Sequence[str]], Iterator[Arrays]]:
         """Load the parts. The function yields outputs, exact and then with each unit of switches on."""
         sessions = [
             (OnnxSession(path, SessionOptions(threads=1)), on) for path, on in self.reached_by.items()
         ]
         positions = np.arange(len(self.whole.sites))
 
-        def run_each(
-            inputs: Arrays, units: Sequence[Collection[int]], outputs: Sequence[str]
-        ) -> Iterator[Arrays]:
+        def run_each(inputs: Arrays, units: Units, outputs: Sequence[str]) -> Iterator[Arrays]:
             exact: Arrays = {}
             for on in ((), *units):
                 values = {**inputs, **exact, SWITCHES: np.isin(positions, [*on])}
