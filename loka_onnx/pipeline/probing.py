@@ -36,6 +36,7 @@ from loka_onnx.pipeline.context import Context
 from loka_onnx.pipeline.directory import DocumentStage
 from loka_onnx.pipeline.plans import base_precision, competing_plans, planned_recipes
 from loka_onnx.planning.policy import open_verdicts
+from loka_onnx.transforms.linears.outer_to_mul import OuterToMul
 
 EXPORTED, MODIFIED = "calibration/exported.json", "profile.json"
 """Profiles of the exported model and of the model after mods, below the run directory."""
@@ -55,12 +56,18 @@ class Probing:
         self.document = context.directory.document
 
     def calibrate(self) -> Profile:
-        """Calibrate every site of the exported model → `calibration/exported.json`."""
-        model = self.context.exported
+        """Calibrate sites of the exported model → `calibration/exported.json`.
+
+        Those that become elementwise are left out; where one stays a site, `changed` measures it.
+        """
+        exported, outer = self.context.exported, OuterToMul()
+        found = outer.match(GraphModel.load(exported.path)).matches
+        gone = {match.node.name for match in found if outer.name not in self.config.mods.skip}
+        model = replace(exported, sites=tuple(site for site in exported.sites if site.name not in gone))
         options = self._options(lambda profile: self._open_verdicts(model, profile))
         return self.document(
             CALIBRATE,
-            self.key(model),
+            self.key(exported),
             lambda: self._measure(model, options),
             again=lambda earlier: self._may_decide_more(model, earlier),
         )
@@ -96,7 +103,8 @@ class Probing:
 
     def add_rows(self, earlier: Profile, added: Dataset) -> Profile:
         """Add new rows to the exported model's profile → `calibration/exported.json`; its key stays."""
-        model = self.context.exported
+        exported, measured = self.context.exported, {entry.site for entry in earlier.sites}
+        model = replace(exported, sites=tuple(site for site in exported.sites if site.name in measured))
         if added.digest in earlier.data_digest.split("+"):
             raise ConfigError(
                 f"E1521 the rows of '{added.name}' are in the profile already",
@@ -117,7 +125,7 @@ class Probing:
             undecided = self._open_verdicts(model, merged)
             return replace(merged, sampling=replace(merged.sampling, undecided=undecided))
 
-        return self.document(CALIBRATE, self.key(model), measure, again=True)
+        return self.document(CALIBRATE, self.key(exported), measure, again=True)
 
     def refresh(self, model: ModelArtifact, planned: Mapping[str, Collection[str]]) -> Profile:
         """Profile a retrained model under the recipes that were chosen for its sites → `profile.json`.

@@ -4,9 +4,13 @@ import re
 import shutil
 from pathlib import Path
 
+import numpy as np
+import onnx
 import pytest
-from synthetic_runs import Workplace, make_columns, make_workplace, write_rows
+from onnx_text import parsed
+from synthetic_runs import RUN_VALUES, Workplace, make_columns, make_workplace, write_rows
 
+from loka_onnx.config import load_run_file
 from loka_onnx.core import serde
 from loka_onnx.core.engine import BuildStatus, EngineSet
 from loka_onnx.core.plan import PlanSet
@@ -14,6 +18,8 @@ from loka_onnx.core.profile import Profile
 from loka_onnx.pipeline.directory import MOST_READ, changes, readable
 from loka_onnx.pipeline.run import RunOptions, Stage, run
 from loka_onnx.planning.costs import LABELLED_ALLOWANCE
+from loka_onnx.transforms.linears.outer_to_mul import OuterToMul
+from loka_onnx.transforms.sequence import DEFAULT_MODS
 
 
 def profile_at(place: Workplace, name: str = "calibration/exported.json") -> Profile:
@@ -190,3 +196,41 @@ def test_inputs_are_told_by_their_parts():
     assert changes(before, now) == "batch.serve[1]: 2 → 3, model.big"
     assert changes(now, now) == ""
     assert changes({}, {"group": '"user"'}) == 'group: none → "user"'
+
+
+@pytest.fixture
+def outer(tmp_path: Path) -> Workplace:
+    """A ranker with a linear of one input channel, which a mod makes elementwise."""
+    place, random = make_workplace(tmp_path / "outer"), np.random.default_rng(0)
+    weights = {name: random.standard_normal(shape) / 4 for name, shape in (("w", (16, 16)), ("o", (1, 16)))}
+    weights |= {"h": random.standard_normal((16, 1)) / 4, "first": np.array([0]), "one": np.array([1])}
+    model = parsed(
+        """column = Gather<axis=1>(dense, first) [outer] a = MatMul(column, o) [fc] b = MatMul(dense, w)
+        c = Add(a, b) r = Relu(c) [head] s = MatMul(r, h) ctr = Squeeze(s, one)""",
+        weights,
+        inputs="float[batch,16] dense",
+        outputs="float[batch] ctr",
+    )
+    onnx.save(model, place.path / "ranker.onnx")
+    outputs, data = RUN_VALUES["outputs"][:1], {"inputs": {"dense": RUN_VALUES["data"]["inputs"]["dense"]}}
+    place.write_run_file(outputs=outputs, data=data)
+    return place
+
+
+def test_a_site_that_becomes_elementwise_is_not_calibrated(outer, monkeypatch):
+    run(outer.run_file, RunOptions(until=Stage.TRANSFORM))
+    calibrated, modified = profile_at(outer), profile_at(outer, "profile.json")
+    assert [entry.site for entry in calibrated.sites] == ["fc", "head"]
+    assert modified.sites == calibrated.sites
+    # Where the mod is skipped, or leaves it as it is, the site is measured.
+    skipping = {"mods.skip": ["outer-to-mul"], "output": str(outer.path / "skipped")}
+    skipped = run(load_run_file(outer.run_file, skipping), RunOptions(until=Stage.TRANSFORM)).directory
+    profile = serde.read(Profile, skipped / "calibration/exported.json")
+    assert [entry.site for entry in profile.sites] == ["fc", "outer", "head"]
+    assert profile.sites[::2] == calibrated.sites
+    left = tuple(kind for kind in DEFAULT_MODS if kind is not OuterToMul)
+    monkeypatch.setattr("loka_onnx.pipeline.mods.DEFAULT_MODS", left)
+    kept = run(
+        load_run_file(outer.run_file, {"output": str(outer.path / "kept")}), RunOptions(until=Stage.TRANSFORM)
+    )
+    assert serde.read(Profile, kept.directory / "profile.json").sites == profile.sites

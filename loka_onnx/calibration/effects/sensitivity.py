@@ -4,10 +4,10 @@ together.
 The loss change of a row is exactly KL(p ‖ p′) + (p − y)·δ (`effects.loss_totals`). A site is judged on the
 first term, which needs no label; the second is reported beside it.
 
-Batches of rows in random order run through one switchable model, once exact and once for every unit of sites,
-and leave their sums (`effects.loss_totals`). At each interim analysis the caller names the undecided sites;
-with none left the pass ends. Before that, the first rows run under slightly moved scales
-(`observers.arithmetic`).
+Batches of rows in random order run through one switchable model, once exact and once for every unit of sites
+from its first site on (`effects.reached`), and leave their sums (`effects.loss_totals`). At each interim
+analysis the caller names the undecided sites; with none left the pass ends. Before that, the first rows run
+under slightly moved scales (`observers.arithmetic`).
 
 **Stopping.** The first analysis is after 4096 rows, each next one after half as many rows more, so a verdict
 takes at most half again the rows it needs. The intervals hold at every number of rows at once
@@ -37,7 +37,8 @@ from loka_onnx.calibration.effects.loss_totals import (
     loss_rows,
     sum_batch,
 )
-from loka_onnx.calibration.effects.switchable import Switch, SwitchableFile, Unit, units_of, write_switchable
+from loka_onnx.calibration.effects.reached import Parts, write_parts
+from loka_onnx.calibration.effects.switchable import Switch, Unit, units_of, write_switchable
 from loka_onnx.calibration.observers.arithmetic import DRAW_ROWS, draw_factors
 from loka_onnx.calibration.passes.executors import BatchWork, Executor, Span, first_rows, rows_of, scattered
 from loka_onnx.calibration.passes.probe import PassOptions
@@ -100,19 +101,17 @@ class SwitchedModel:
 class SensitivityWork(BatchWork[tuple[BatchLoss, ...]]):
     """Runs a batch exact and under every unit of sites, and sums the loss changes of each output."""
 
-    file: SwitchableFile
+    parts: Parts
     units: tuple[Unit, ...]
     outputs: tuple[OutputSpec, ...]
     group: str | None
 
     def open(self) -> Callable[[Batch], tuple[BatchLoss, ...]]:
         """See `BatchWork.open`."""
-        model = self.file.open(threads=1)
-        names = tuple(dict.fromkeys(spec.name for spec in self.outputs))
+        run_each, names = self.parts.open(), tuple(spec.name for spec in self.outputs)
 
         def run(batch: Batch) -> tuple[BatchLoss, ...]:
-            switched = ((), *(unit.switches for unit in self.units))
-            exact, *changed = (model.run_switched(batch.inputs, on, names) for on in switched)
+            exact, *changed = run_each(batch.inputs, [unit.switches for unit in self.units], names)
             groups = batch.columns[self.group] if self.group is not None else None
             losses: list[BatchLoss] = []
             for spec in self.outputs:
@@ -220,7 +219,7 @@ class SensitivityPass:
         file = write_switchable(
             GraphModel.load(subject.model), subject.switches, subject.scales, path, factor
         )
-        return SensitivityWork(path, file, tuple(units), subject.outputs, self.options.group)
+        return SensitivityWork(path, write_parts(file), tuple(units), subject.outputs, self.options.group)
 
     def _add_batches(
         self, work: SensitivityWork, spans: Iterable[Span], totals: Sequence[OutputTotals]

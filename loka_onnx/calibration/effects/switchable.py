@@ -7,7 +7,7 @@ the If of the next one.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -38,11 +38,12 @@ class Switch:
 
 @dataclass(frozen=True)
 class SwitchableFile:
-    """A switchable model on disk, picklable; `sites` are those of the switches, in their order."""
+    """A switchable model on disk, picklable: for each switch its site, and the tensor that it sets."""
 
     path: Path
     sites: tuple[str, ...]
     outputs: tuple[str, ...]
+    conditions: tuple[str, ...]
 
     def open(self, threads: int = 1) -> SwitchableModel:
         """Load the model with so many threads per operator; 0 for ONNX Runtime's choice."""
@@ -73,7 +74,8 @@ def write_switchable(
     for name, of_site in groupby(zip(switches, conditions, strict=True), lambda each: each[0].site.name):
         _make_switchable(model, [*of_site], moved, factor, (biases or {}).get(name))
     model.save(path)
-    return SwitchableFile(path, tuple(switch.site.name for switch in switches), outputs)
+    sites, tensors = (switch.site.name for switch in switches), (each.name for each in conditions)
+    return SwitchableFile(path, tuple(sites), outputs, tuple(tensors))
 
 
 def _make_switchable(
@@ -122,14 +124,8 @@ class SwitchableModel:
 
         Of several switches of a site, the last one is meant.
         """
-        return self.run_switched(inputs, [self._index[site] for site in on], outputs)
-
-    def run_switched(
-        self, inputs: Arrays, on: Collection[int], outputs: Sequence[str] | None = None
-    ) -> dict[str, npt.NDArray[Any]]:
-        """Run with the switches `on`, by their positions."""
         vector = np.zeros(len(self.file.sites), dtype=np.bool_)
-        vector[[*on]] = True
+        vector[[self._index[site] for site in on]] = True
         wanted = self.file.outputs if outputs is None else outputs
         return self._session.run({**inputs, SWITCHES: vector}, wanted)
 

@@ -25,7 +25,8 @@ import numpy as np
 import numpy.typing as npt
 
 from loka_onnx.calibration.effects.loss_totals import as_scores
-from loka_onnx.calibration.effects.switchable import Switch, SwitchableFile, write_switchable
+from loka_onnx.calibration.effects.reached import Parts, write_parts
+from loka_onnx.calibration.effects.switchable import Switch, write_switchable
 from loka_onnx.calibration.observers.sampling import sampling_stride
 from loka_onnx.calibration.observers.site_observers import (
     ErrorObserver,
@@ -222,7 +223,7 @@ def measure_live(
         return live
     path, model = scratch / "live-switchable.onnx", GraphModel.load(baseline.model.path)
     file = write_switchable(model, switches, baseline.profile.scales, path)
-    work = KlWork(file.path, file, baseline.outputs)
+    work = KlWork(file.path, write_parts(file), baseline.outputs)
     # From all over the data: a file may be sorted.
     spans = first_rows(scattered(rows, size, options.seed), options.kl_rows, size)
     return replace(live, kl=total_kl(work, run(work, "kl", spans)))
@@ -250,17 +251,16 @@ def observe_products(
 class KlWork(BatchWork[Values]):
     """Runs a batch exact and with each counted site in FP8; labels are not read."""
 
-    file: SwitchableFile
+    parts: Parts
     outputs: tuple[OutputSpec, ...]
 
     def open(self) -> Callable[[Batch], Values]:
         """See `BatchWork.open`; each batch leaves (outputs, 1 + sites): mean weight, mean weighted KL."""
-        model = self.file.open(threads=1)
-        names = tuple(spec.name for spec in self.outputs)
-        units = ((), *((site,) for site in self.file.sites))
+        run_each, names = self.parts.open(), tuple(spec.name for spec in self.outputs)
+        units = [(position,) for position in range(len(self.parts.whole.sites))]
 
         def run(batch: Batch) -> Values:
-            scores = [model.run(batch.inputs, on, names) for on in units]
+            scores = [*run_each(batch.inputs, units, names)]
             return np.stack([_means(spec, scores, batch) for spec in self.outputs])
 
         return run
@@ -289,7 +289,8 @@ def total_kl(work: KlWork, batches: Iterable[tuple[str, BatchResult[Values]]]) -
         rows.append(result.rows)
     table, counts = np.stack(tables), np.array(rows, dtype=np.float64)
     return {
-        spec.name: _live_kl(table[:, at], counts, work.file.sites) for at, spec in enumerate(work.outputs)
+        spec.name: _live_kl(table[:, at], counts, work.parts.whole.sites)
+        for at, spec in enumerate(work.outputs)
     }
 
 
