@@ -39,6 +39,7 @@ from loka_onnx.transforms.norms.fold_norm_affine import FoldNormAffine
 from loka_onnx.transforms.norms.fuse import FuseLayerNorm, FuseRMSNorm
 from loka_onnx.transforms.tidying.fold_constants import FoldConstants
 from loka_onnx.transforms.tidying.join_parts import JoinParts
+from loka_onnx.transforms.tidying.masks_to_where import MasksToWhere
 from loka_onnx.transforms.tidying.remove_no_ops import RemoveNoOps
 from loka_onnx.transforms.tidying.share_duplicates import ShareDuplicates
 
@@ -57,6 +58,7 @@ _LONGEST_REASON = 300
 DEFAULT_MODS: tuple[type[Mod[Any]], ...] = (
     EinsumToMatMul,
     ConvToMatMul,
+    MasksToWhere,
     FoldConstants,
     ColumnToRow,
     RemoveNoOps,

@@ -8,7 +8,18 @@ import onnx
 import pytest
 from planned import quantized_model
 from rewrite_models import Arrays, artifact, evaluate, parse
-from shape_cases import CONVOLUTIONS, EINSUMS, FOLDED, JOINED, LOOKED_UP, MERGED, PADDED, SHARED, TAKEN_APART
+from shape_cases import (
+    CONVOLUTIONS,
+    EINSUMS,
+    FOLDED,
+    JOINED,
+    LOOKED_UP,
+    MASKED,
+    MERGED,
+    PADDED,
+    SHARED,
+    TAKEN_APART,
+)
 from shape_models import Case, feeds
 
 from loka_onnx.core import serde
@@ -70,6 +81,7 @@ CASES = {
     ),
     "outer-to-mul": Case("[fc] y = Gemm(x, w, b)", {"w": (1, 16), "b": (16,)}, "float[batch,1] x"),
     "split-concat": TAKEN_APART["a_learned_row"],
+    "masks-to-where": MASKED["rows"],
     "fold-constants": FOLDED["a_transposed_weight"],
     "remove-no-ops": Case("i = Identity(x) [fc] y = MatMul(i, w)", {"w": (8, 8)}),
     "share-duplicates": SHARED["transposes"],

@@ -2,7 +2,7 @@
 
 import ast
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cache
 from math import exp, log
@@ -272,9 +272,10 @@ def blanket_float8(batch: int) -> list[float]:
     return [each["blanket FP8"]["ratio"] for each in held if "blanket FP8" in each]
 
 
-def over_compiled() -> list[float]:
-    """Time of `torch.compile` over that of the chosen engine, of every public ranker and batch on a GPU."""
-    batches = [b for run in figure("gpu_rankers").values() for b in run["beside today"]["batches"].values()]
+def over_compiled(rankers: Collection[str] = ()) -> list[float]:
+    """Time of `torch.compile` over that of the chosen engine, of these or all public rankers on a GPU."""
+    runs = [run for name, run in figure("gpu_rankers").items() if name in rankers or not rankers]
+    batches = [b for run in runs for b in run["beside today"]["batches"].values()]
     times = [batch["inputs on the device"]["median_us"] for batch in batches]
     return [each["today-torch.compile-bf16"] / each["chosen"] for each in times]
 

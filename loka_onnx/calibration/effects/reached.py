@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from math import prod
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,8 @@ Units = Sequence[Collection[int]]
 """Positions of switches that are on together."""
 _NOT_PASSED = {onnx.TensorProto.UNDEFINED, onnx.TensorProto.BFLOAT16, *FLOAT8_TYPES}
 """Types of tensors that do not pass between sessions."""
+_MOST_PASSED = 1 << 18
+"""Elements of a row that pass, 2 GiB for 2,048 rows in FP32: they are kept, where one session frees them."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,7 @@ class Parts:
 
 
 def write_parts(whole: SwitchableFile) -> Parts:
-    """Write the parts beside the model; one, the model itself, where a tensor could not pass."""
+    """Write the parts beside the model; one, the model itself, where tensors could not pass."""
     model = read_model(whole.path)
     # ONNX Runtime fuses by shapes, and a part alone tells less of them.
     add_inferred_shapes(model)
@@ -65,13 +68,16 @@ def write_parts(whole: SwitchableFile) -> Parts:
     reads = {switches: {*reads_of(nodes)} for switches, nodes in groups.items()}
     readers = Counter(chain(whole.outputs, *reads.values()))
     files: dict[Path, frozenset[int]] = {}
+    elements = 0
     for switches in sorted(groups, key=len):
         made = [name for node in groups[switches] for name in node.output]
         read = sorted(reads[switches] - {*made})
         given = [types[name] for name in read if name in types and name not in weights]
         left = [name for name in made if readers[name] > (name in reads[switches])]
         passed = [types.get(name, onnx.ValueInfoProto()) for name in left]
-        if any(info.type.tensor_type.elem_type in _NOT_PASSED for info in (*given, *passed)):
+        elements += sum(prod(d.dim_value or 1 for d in info.type.tensor_type.shape.dim) for info in passed)
+        is_passed = all(info.type.tensor_type.elem_type not in _NOT_PASSED for info in (*given, *passed))
+        if not is_passed or elements > _MOST_PASSED:
             return Parts(whole, {whole.path: frozenset(range(len(whole.sites)))})
         constants = [weights[name] for name in read if name in weights]
         inner = [types[name] for name in made if name in types and name not in left]

@@ -1,9 +1,11 @@
 """Parts of a switchable model against the whole of it, bit by bit."""
 
 import numpy as np
+import onnx
 import pytest
 from small_models import artifact_of
 
+from loka_onnx.calibration.effects import reached
 from loka_onnx.calibration.effects.reached import write_parts
 from loka_onnx.calibration.effects.switchable import SWITCHES, Switch, write_switchable
 from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR
@@ -66,3 +68,16 @@ def test_a_tensor_that_no_session_takes_leaves_the_model_whole(crossing, switche
     parts = write_parts(file)
     assert [*parts.reached_by] == [file.path]
     assert_equal_to_the_whole(file, parts, [(n,) for n in range(len(file.sites))])
+
+
+def test_tensors_that_would_fill_the_memory_leave_the_model_whole(switched, monkeypatch):
+    file = switched(TOWERS)
+    passed = {
+        value.name: value.type.tensor_type.shape.dim[1].dim_value
+        for path in write_parts(file).reached_by
+        for value in onnx.load(path).graph.output
+    }
+    monkeypatch.setattr(reached, "_MOST_PASSED", sum(passed.values()))
+    assert len(write_parts(file).reached_by) > 1
+    monkeypatch.setattr(reached, "_MOST_PASSED", sum(passed.values()) - 1)
+    assert [*write_parts(file).reached_by] == [file.path]

@@ -54,7 +54,7 @@ class RandomGraph(GraphBuilder):
         steps = (
             *(self.linear, self.linear, self.experts, self.norm, self.batch_norm, self.interaction, self.row),
             *(self.no_ops, self.split_and_join, self.einsum, self.constant_weight, self.columns),
-            *(self.convolution, self.column_vectors, self.gated, self.target),
+            *(self.convolution, self.column_vectors, self.gated, self.target, self.masked),
         )
         for number in range(blocks):
             self.block = f"block{number}/"
@@ -266,6 +266,15 @@ class RandomGraph(GraphBuilder):
         y = self.op("Transpose", [y], width, perm=[0, 2, 1])
         y = self.op("Flatten", [y], width, axis=1)
         return self.op("Mul", [y, 1.0], width)
+
+    def masked(self, x: str) -> str:
+        """`x[ids[:, 0] > 3] = 0.5`, as it is exported."""
+        width = self.widths[x]
+        mask = self.op("Greater", [self.op("Gather", ["ids", 0], 0, axis=1), 3], 0)
+        found = self.op("NonZero", [mask], 0)
+        count = self.op("Slice", [self.op("Shape", [found], 0), [1], [2]], 0)
+        half = self.op("Expand", [0.5, self.op("Concat", [count, [width]], 0, axis=0)], width)
+        return self.op("ScatterND", [x, self.op("Transpose", [found], 0, perm=[1, 0]), half], width)
 
     def split_and_join(self, x: str) -> str:
         width = self.widths[x]

@@ -98,6 +98,26 @@ PADDED: dict[str, Case] = {
         "float[batch,21] x"),
 }  # fmt: skip
 
+LISTED = "m = Greater(x, half) n = NonZero(m) i = Transpose<perm=[1,0]>(n)"
+COUNTED = (
+    f"{LISTED} c = Cast<to=7>(m) k0 = ReduceSum<keepdims=0>(c) k = Reshape(k0, minus) v = Expand(three, k)"
+)
+MASK = {"half": 0.5, "three": 3.0, "minus": [-1]}
+
+MASKED: dict[str, Case] = {
+    "elements": Case(f"{COUNTED} y = ScatterND(x, i, v)", MASK),
+    "rows": Case("m = Greater(z, half) n = NonZero(m) i = Transpose<perm=[1,0]>(n) s = Shape(n)"
+        " k = Slice(s, one, two) c = Concat<axis=0>(k, width) v = Expand(three, c) y = ScatterND(x, i, v)",
+        {**MASK, "one": [1], "two": [2], "width": [8]}, "float[batch,8] x, float[batch] z"),
+    "a_mask_of_numbers": Case("n = NonZero(z) i = Transpose<perm=[1,0]>(n) s = Shape(n)"
+        " k = Slice(s, one, two) v = Expand(three, k) y = ScatterND(x, i, v)",
+        {**MASK, "one": [1], "two": [2]}, "float[batch,8] x, float[batch,8] z"),
+    "booleans": Case("g = Less(x, half) " + COUNTED.replace("three", "no") + " w = ScatterND(g, i, v)"
+        " y = Cast<to=1>(w)", {**MASK, "no": np.array(False)}),
+    "integers": Case("g = Cast<to=7>(x) " + COUNTED.replace("three", "five") + " w = ScatterND(g, i, v)"
+        " y = Cast<to=1>(w)", {**MASK, "five": np.array(5)}),
+}  # fmt: skip
+
 FOLDED: dict[str, Case] = {
     "a_transposed_weight": Case("wt = Transpose<perm=[1,0]>(w) y = MatMul(x, wt)", {"w": (8, 8)}),
     "a_cast_weight": Case("w = Cast<to=1>(half) y = MatMul(x, w)", {"half": dyadic(8, 8).astype(np.float16)}),

@@ -2,11 +2,12 @@
 
 import numpy as np
 import pytest
-from rewrite_models import parse
-from shape_cases import AXES
-from shape_models import Case, assert_left_alone, match, reasons_of, run, weight
+from rewrite_models import op_types, parse
+from shape_cases import AXES, COUNTED, LISTED, MASK, MASKED
+from shape_models import Case, assert_left_alone, match, reasons_of, rewrite, run, weight
 
 from loka_onnx.transforms.tidying.fold_constants import FoldConstants
+from loka_onnx.transforms.tidying.masks_to_where import MasksToWhere
 from loka_onnx.transforms.tidying.remove_no_ops import RemoveNoOps
 from loka_onnx.transforms.tidying.share_duplicates import ShareDuplicates
 
@@ -92,10 +93,29 @@ NOT_TWINS = {
         why={"block/z": "computes what 'block/y' does, but leaves the graph"}),
 }  # fmt: skip
 
+NOT_ONE = {"block/y": "the values at the positions of a mask are not one value"}
+NOT_ALIKE = {"block/y": "shapes of the mask and of what it masks are not known to agree"}
+MASKS_LEFT_ALONE = {
+    "values_of_their_own": Case(f"{COUNTED} u = CumSum(v, zero) y = ScatterND(x, i, u)", {**MASK, "zero": 0},
+        why=NOT_ONE),
+    "a_sum": Case(f"{COUNTED} y = ScatterND<reduction=\"add\">(x, i, v)", MASK, why=NOT_ONE),
+    "another_shape": Case(COUNTED.replace("(x, half)", "(z, half)") + " y = ScatterND(x, i, v)", MASK,
+        "float[batch,8] x, float[few,8] z", why=NOT_ALIKE),
+    "no_mask": Case(f"{LISTED} y0 = GatherND(x, i) y = Relu(y0)", MASK, outputs="float[some] y"),
+}  # fmt: skip
+
 NEAR = [(FoldConstants, case) for case in LEFT_ALONE.values()]
 NEAR += [(ShareDuplicates, case) for case in NOT_TWINS.values()]
+NEAR += [(MasksToWhere, case) for case in MASKS_LEFT_ALONE.values()]
 
 
-@pytest.mark.parametrize(("mod", "case"), NEAR, ids=[*LEFT_ALONE, *NOT_TWINS])
+@pytest.mark.parametrize(("mod", "case"), NEAR, ids=[*LEFT_ALONE, *NOT_TWINS, *MASKS_LEFT_ALONE])
 def test_near_misses_are_left_alone_with_the_reason(mod, case, tmp_path):
     assert_left_alone(case, mod(), tmp_path)
+
+
+@pytest.mark.parametrize("case", MASKED.values(), ids=MASKED)
+def test_a_value_at_the_positions_of_a_mask_is_written_elementwise(case, tmp_path):
+    done = rewrite(case.model(), MasksToWhere(), tmp_path)
+    assert done.record.max_abs == 0.0
+    assert not {"NonZero", "ScatterND"} & set(op_types(done.after))
