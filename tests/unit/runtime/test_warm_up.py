@@ -46,6 +46,8 @@ def test_an_engine_that_fails_at_a_size_that_it_serves_is_passed_over(sample, bu
     assert "no memory for 1024 rows" in skipped.reason
     with pytest.raises(FrozenInstanceError):
         skipped.reason = ""
+    with pytest.raises(FrozenInstanceError):
+        engine.health().ready = False
 
 
 def test_a_request_is_padded_to_the_next_size_and_the_answer_is_cut(bundle, monkeypatch):
