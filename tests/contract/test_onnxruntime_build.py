@@ -125,6 +125,15 @@ def test_an_engine_of_the_cpu_has_the_kernels_of_the_exported_model(tmp_path):
     assert kernels[0].count("FusedGemm") == 2
 
 
+def test_a_weight_on_the_left_is_a_convolution_on_the_cpu(tmp_path):
+    body, ends = "[fc] y = MatMul(w, x)", ("float[batch,16,6] x", "float[batch,24,6] y")
+    left = parse(body, {"w": np.ones((24, 16))}, inputs=ends[0], outputs=ends[1])
+    request = request_of(mlp(tmp_path / "mlp", Precision.FP32, Precision.FP32, fp8=False), tmp_path)
+    request = replace(request, model=artifact(left, tmp_path / "m.onnx").path, architecture="cpu")
+    engine = onnx.load(OnnxRuntimeBackend().compile(request, tmp_path))
+    assert [node.op_type for node in engine.graph.node] == ["Conv"]
+
+
 @pytest.mark.usefixtures("stand_in")
 class TestBuilding:
     @pytest.fixture

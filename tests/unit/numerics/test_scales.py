@@ -183,6 +183,12 @@ def test_predicted_and_measured_error(name, rule, format):
         assert np.abs(rounded - x).max() <= found.scale * (1.0 if format is UINT8 else 0.5) * (1 + 1e-5)
 
 
+def test_a_bin_of_one_value_has_the_error_of_that_value():
+    # 1 / 0.3 is a third of a step from the grid; amax is the lower edge of its bin.
+    stats = stats_of(np.ones(5, np.float32))
+    assert expected_noise(stats, np.array([0.3]), INT8) == pytest.approx(5 * (0.3 / 3) ** 2)
+
+
 values = npst.arrays(
     np.float32, st.integers(1, 50), elements=st.floats(-1e6, 1e6, width=32, allow_subnormal=False)
 )

@@ -1,5 +1,6 @@
 """What a torch builder returns, and patterns that name sites, both before the first long stage."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -50,6 +51,24 @@ def test_a_module_alone_is_refused_and_not_promised(place):
     with pytest.raises(ModelError) as caught:
         build_torch_model(ModelConfig(torch="described_ranker:bare"), place)
     assert caught.value.code == "E1531"
+
+
+@pytest.mark.parametrize("columns", [{}, {"x": "x"}])
+def test_columns_are_checked_where_the_model_is_refused_too(columns, monkeypatch):
+    refused, opened = ModelError("E1531 no inputs", where="m", evidence="none", remedy="give some"), []
+
+    def export(_: object) -> None:
+        raise refused
+
+    changes = {"check_targets": str, "ChosenMods": str, "export_model": export}
+    changes["open_splits"] = lambda config, bindings: opened.append((config.columns, bindings))
+    for name, change in changes.items():
+        monkeypatch.setattr(accepting, name, change)
+    directory = SimpleNamespace(watched=lambda _: nullcontext())
+    settings = SimpleNamespace(config=SimpleNamespace(columns=columns), directory=directory)
+    with pytest.raises(ModelError):
+        accepting.accept(cast(Any, settings))
+    assert opened == ([(columns, ())] if columns else [])
 
 
 class Place:

@@ -235,6 +235,11 @@ def test_every_plan_with_fp8_is_predicted_before_its_engine_is_measured():
     assert [(each.plan, each.batch) for each in document.predictions] == [(name, 10) for name in error]
     errors = sorted(abs(each.predicted_us / each.measured_us - 1.0) for each in document.predictions)
     assert document.median_prediction_error == pytest.approx((errors[1] + errors[2]) / 2)
+    # Without `a` alone, the nearest engine was itself timed on a slower machine.
+    found, _ = run(plans=PlanSet(START.plans[:3]), bench=SimulatedBench(slowdown=1 / 1.5))
+    last = only(found).steps[-1]
+    assert (last.plan, last.predicted_from) == ("refined-2", "gpu-maker-sm90-refined-1")
+    assert last.predicted_us["10"] - last.latency_us["10"] == pytest.approx(-(1.5**2))
 
 
 def test_an_engine_that_dies_while_it_is_timed_is_told():

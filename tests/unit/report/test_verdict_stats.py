@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from changed_run import with_outputs, with_target
@@ -12,6 +13,7 @@ from sample_run import BUDGET, SampleRun
 
 from loka_onnx.core.correction import CorrectionSet, PlanCorrections, Variant
 from loka_onnx.core.evaluation import (
+    BudgetStatus,
     Choice,
     Evaluation,
     EvaluationSet,
@@ -82,6 +84,22 @@ def test_accuracy_is_that_of_certification_or_of_an_engine_of_the_same_plan(samp
     assert note.endswith("simulated by cpu-onnxruntime-cpu-fp8-safe, this engine was not run")
     nothing = replace(sample.report, evaluations=EvaluationSet(()))
     assert stats(nothing, target=1)["Accuracy"] == ("not measured", "")
+
+
+def test_an_engine_that_is_the_reference_is_never_the_worst(sample: SampleRun) -> None:
+    data = with_outputs(sample.report, lambda o: replace(o, difference=None))
+    assert stats(data)["Accuracy"] == ("reference", "every engine is compared with it")
+
+
+@pytest.mark.parametrize("status", [BudgetStatus.WITHIN, BudgetStatus.UNDECIDED])
+@pytest.mark.parametrize("remarks", [(), ("few rows",)])
+def test_a_budget_is_told_where_it_is_undecided_or_has_a_remark(sample, status, remarks) -> None:
+    changed = partial(replace, budget_status=status, remarks=remarks)
+    document = build_document(with_outputs(sample.report, changed))
+    tables = [table for section in document.sections for table in section.tables]
+    (outcomes, *_) = [table for table in tables if table.columns[-1].title == "Outcome"]
+    is_told = any("ctr is " in row[-1].text for row in outcomes.rows)
+    assert is_told is (status is BudgetStatus.UNDECIDED or bool(remarks))
 
 
 def test_every_number_of_the_page_is_in_markdown(sample: SampleRun) -> None:

@@ -1,6 +1,6 @@
 """Every batch size that is served has run before a request comes, and smaller requests are padded to one."""
 
-from dataclasses import replace
+from dataclasses import FrozenInstanceError, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,10 @@ def test_an_engine_that_fails_at_a_size_that_it_serves_is_passed_over(sample, bu
     assert engine.entry.id == sample.contents.engines[2].artifact.id
     (skipped,) = (each for each in engine.skipped if each.cause is Cause.SELF_TEST)
     assert "no memory for 1024 rows" in skipped.reason
+    with pytest.raises(FrozenInstanceError):
+        skipped.reason = ""
+    with pytest.raises(FrozenInstanceError):
+        engine.health().ready = False
 
 
 def test_a_request_is_padded_to_the_next_size_and_the_answer_is_cut(bundle, monkeypatch):

@@ -74,6 +74,13 @@ def test_a_ranker_runs_at_every_batch_size(tmp_path: Path) -> None:
     assert model.sites["dot"].operands == ("float32", "float32")
 
 
+def test_long_weights_are_held_once(tmp_path: Path) -> None:
+    values = {"w": RANDOM.normal(size=(8, 1024)), "b": RANDOM.normal(size=1024)}
+    proto = parsed("[fc] y = Gemm(x, w, b)", values, inputs="float[batch,8] x", outputs="float[batch,1024] y")
+    constants = vars(lowered(proto, tmp_path))["_constants"]
+    assert {name: constants[name].array is None for name in values} == {"w": True, "b": False}
+
+
 def test_an_input_of_fixed_length_stays_fixed(tmp_path: Path) -> None:
     inputs = "float[batch,3] x, float[1,3] row, float one"
     proto = parsed("s = Mul(row, one) y = Add(x, s)", inputs=inputs)

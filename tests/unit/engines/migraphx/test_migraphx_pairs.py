@@ -127,6 +127,12 @@ def test_nan_weights_and_other_formats_are_refused() -> None:
     with pytest.raises(ModelError, match=r"'fc.dq': a stored FP8 weight is NaN"):
         under(p.model(p.op("Add", ["x", dq], "add")), to_fnuz)
     p = Planned()
+    inputs = [p.constant("s", 1.0), p.constant("z", 1.0, FN)]
+    shifted = p.op("DequantizeLinear", [p.op("QuantizeLinear", ["x", *inputs], "q"), *inputs], "dq")
+    with pytest.raises(ModelError) as refused:
+        under(p.model(shifted), to_fnuz)
+    assert refused.value.code == "E0852"
+    p = Planned()
     model = p.model(p.pair("x", "fc", 1.0, ml_dtypes.float8_e5m2))
     for rule in (to_fnuz, to_carrier):
         with pytest.raises(ModelError, match=r"E4M3FN plans only(?s:.*)is float8_e5m2"):

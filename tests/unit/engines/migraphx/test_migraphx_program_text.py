@@ -152,6 +152,18 @@ out = @param:out -> float_type, {64, 32}, {32, 1}
         (product,) = products_of(parse_program(text))
         assert product.weight == size
 
+    @pytest.mark.parametrize(("k", "n", "fits"), [(16, 32, True), (24, 32, False), (32, 16, False)])
+    def test_a_product_of_two_activations_has_a_size_too(self, k: int, n: int, fits: bool) -> None:
+        text = """\
+x = @param:x -> float_type, {4, 8, 16}, {128, 16, 1}
+y = @param:y -> float_type, {4, 16, 32}, {512, 32, 1}
+out = @param:out -> float_type, {4, 8, 32}, {256, 32, 1}
+@3 = gpu::code_object[symbol_name=mlir_dot,](x,y,out) -> float_type, {4, 8, 32}, {256, 32, 1}
+"""
+        (product,) = products_of(parse_program(text))
+        assert product.weight is None
+        assert product.fits(site("dot", k, n, SiteKind.INTERACTION)) is fits
+
     def test_half_a_pair_is_no_simulation(self) -> None:
         text = REFERENCE.replace("ref::dot(@5,@7)", "ref::dot(x,@7)")
         (product,) = products_of(parse_program(text))

@@ -146,3 +146,13 @@ def test_other_parts_are_left_alone(case, tmp_path):
     found = match(model, JoinParts(), tmp_path)
     assert found.matches == ()
     assert reasons_of(found) == ({"block/y": reason} if reason else {})
+
+
+@pytest.mark.parametrize(("axis", "joined"), [(1, ["block/s"]), (2, [])])
+def test_rows_are_joined_where_they_are_stacked_as_rows(axis, joined, tmp_path):
+    model = Case(
+        "a, b = Split<axis=1>(x, sizes) ua = Unsqueeze(a, one) ub = Unsqueeze(b, one)"
+        f" s = Concat<axis={axis}>(ua, ub) y = Flatten(s)",
+        {"sizes": [4, 4], "one": [1]},
+    ).model()
+    assert [found.concat.name for found in match(model, JoinParts(), tmp_path).matches] == joined

@@ -109,6 +109,15 @@ def test_one_wild_channel_is_smoothed(kind, tmp_path):
     assert op_types(after) == (["Mul", *op_types(before)] if kind == "input" else op_types(before))
 
 
+def test_a_linear_behind_what_makes_no_units_is_a_maker(tmp_path):
+    linear, x = model("linear", WILD), feeds("linear", WILD)
+    values = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in linear.graph.initializer}
+    body = f"t = Tanh(x) {BODIES['linear'].replace('Gemm(x', 'Gemm(t')}"
+    before = parse(body, values, inputs=f"float[batch,{K}] x", outputs=f"float[batch,{N}] y")
+    record, _ = smoothed(before, x, tmp_path)
+    assert [applied.at for applied in record.applied] == ["fc1"]
+
+
 @pytest.mark.parametrize("kind", BODIES)
 def test_channels_alike_are_left_alone_with_the_figures(kind, tmp_path):
     before = model(kind, np.ones(K, np.float32))
