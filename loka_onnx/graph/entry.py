@@ -12,7 +12,8 @@ the digits that FP32 lacks.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -20,6 +21,7 @@ from types import MappingProxyType
 import numpy as np
 import onnx
 import onnx.inliner
+import onnx_graphsurgeon as gs
 from onnx import TensorProto
 from onnx.external_data_helper import uses_external_data
 from onnx.helper import tensor_dtype_to_np_dtype
@@ -28,7 +30,7 @@ from onnx_graphsurgeon.logger import G_LOGGER
 from loka_onnx.core.artifact import TensorSpec
 from loka_onnx.errors import ModelError
 from loka_onnx.graph.detached import info_of, refill
-from loka_onnx.graph.model import GraphModel, is_constant, values_of
+from loka_onnx.graph.model import GraphModel, is_constant, producer, values_of
 from loka_onnx.graph.naming import module_path, name_sites
 from loka_onnx.graph.parts import Typed, is_no_constant
 from loka_onnx.graph.sites import NORM_OPS, PRODUCT_OPS
@@ -111,7 +113,7 @@ def canonicalize(path: Path, widths: Mapping[str, int] = MappingProxyType({})) -
         _check_ends(model, path)
         before = len(model.nodes)
         # It computes constants in a session without settings, and prints what goes wrong to standard output.
-        with G_LOGGER.suppress(G_LOGGER.ERROR), quiet_sessions():
+        with G_LOGGER.suppress(G_LOGGER.ERROR), quiet_sessions(), _casts_kept(model.graph):
             model.graph.fold_constants(error_ok=True, should_exclude_node=is_no_constant)
         model.graph.cleanup(remove_unused_graph_inputs=False)
     folded = before - len(model.nodes)
@@ -121,6 +123,25 @@ def canonicalize(path: Path, widths: Mapping[str, int] = MappingProxyType({})) -
     if spread:
         notes.append(f"the scales of {spread} GroupNormalizations repeated, from groups to channels")
     return Canonical(model, f"{proto.producer_name} {proto.producer_version}".strip(), tuple(notes))
+
+
+@contextmanager
+def _casts_kept(graph: gs.Graph) -> Iterator[None]:
+    """Make what is computed between casts an output, for a block: graphsurgeon (0.6) computes it in the
+    integers around the casts, though ``(int)(x · 0.5)`` is not ``x · (int)0.5``.
+    """
+    within = [graph, *(each for node in graph.nodes for each in node.subgraphs(recursive=True))]
+    ends = [(each, [*each.outputs]) for each in within]
+    for each in within:
+        for node in each.nodes:
+            makers = {maker.op for maker in map(producer, node.inputs) if maker is not None}
+            kept = node.outputs if "Cast" in makers else []
+            each.outputs += [out for out in kept if {reader.op for reader in out.outputs} == {"Cast"}]
+    try:
+        yield
+    finally:
+        for each, outputs in ends:
+            each.outputs = outputs
 
 
 def _read_attributes(proto: onnx.ModelProto, directory: Path) -> None:

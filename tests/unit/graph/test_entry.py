@@ -451,3 +451,24 @@ def test_tables_stay_outside_in_memory_too(kind, write_model, tmp_path):
     assert set(back.tables) == {"table"}
     (tmp_path / "other").mkdir()
     assert back.save(tmp_path / "other/m.onnx") == model_digest(tmp_path / "other/m.onnx")
+
+
+BUCKETS = "c = Cast<to=1>(ids)  d = Mul(c, half)  e = Cast<to=7>(d)"
+
+
+@pytest.mark.parametrize("place", ["alone", "in a branch"])
+def test_numbers_between_casts_are_not_computed_in_integers(place, write_model, tmp_path):
+    """Ids that a model makes buckets of: half of one is no product with the integer 0."""
+    body = f"{BUCKETS}  y = Gather(table, e)"
+    if place == "in a branch":
+        then = f"g1 () => (int64[b] e) {{ {BUCKETS} }}"
+        other = "g2 () => (int64[b] f) { f = Identity(ids) }"
+        branches = f"<then_branch = {then}, else_branch = {other}>"
+        body = f"s = ReduceSum<keepdims=0>(ids)  n = Less(zero, s)  i = If (n) {branches}  y = Gather(table, i)"
+    weights = {"half": np.float32(0.5), "zero": np.int64(0), "table": randn(20, 4)}
+    path = write_model(f"g (int64[b] ids) => (float[b,4] y) {{ {body} }}", weights)
+    canonicalize(path).model.save(tmp_path / "canonical.onnx")
+    ids = {"ids": np.arange(20)}
+    for expected in OnnxSession(path).run(ids).values():
+        (found,) = OnnxSession(tmp_path / "canonical.onnx").run(ids).values()
+        np.testing.assert_array_equal(found, expected)
