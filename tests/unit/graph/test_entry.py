@@ -464,7 +464,8 @@ def test_numbers_between_casts_are_not_computed_in_integers(place, write_model, 
         then = f"g1 () => (int64[b] e) {{ {BUCKETS} }}"
         other = "g2 () => (int64[b] f) { f = Identity(ids) }"
         branches = f"<then_branch = {then}, else_branch = {other}>"
-        body = f"s = ReduceSum<keepdims=0>(ids)  n = Less(zero, s)  i = If (n) {branches}  y = Gather(table, i)"
+        sign = "s = ReduceSum<keepdims=0>(ids)  n = Less(zero, s)"
+        body = f"{sign}  i = If (n) {branches}  y = Gather(table, i)"
     weights = {"half": np.float32(0.5), "zero": np.int64(0), "table": randn(20, 4)}
     path = write_model(f"g (int64[b] ids) => (float[b,4] y) {{ {body} }}", weights)
     canonicalize(path).model.save(tmp_path / "canonical.onnx")
