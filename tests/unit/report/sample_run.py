@@ -80,10 +80,15 @@ def build_model(path: Path, sites: tuple[str, ...], fp8: tuple[str, ...]) -> Non
             body += f"d{stem} = DequantizeLinear(q{stem}, s{stem}, z{stem})"
             operands[at] = f"d{stem}"
         last = index == len(sites) - 1
-        body += f'["{site}"] {"ctr" if last else f"m{index}"} = MatMul({", ".join(operands)})'
+        body += f"{'ctr' if last else f'm{index}'} = MatMul({', '.join(operands)})"
         body += "" if last else f"r{index} = Relu(m{index})"
         x = f"r{index}"
     model = parsed(body, weights, inputs=f"float[batch,{WIDTHS[0]}] dense", outputs="float[batch,1] ctr")
+    # The text form has no quotes in names.
+    for node, site in zip(
+        [node for node in model.graph.node if node.op_type == "MatMul"], sites, strict=True
+    ):
+        node.name = site
     onnx.checker.check_model(model)
     onnx.save(model, path)
 
