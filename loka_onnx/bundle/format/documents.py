@@ -99,7 +99,7 @@ def parse_document(kind: type[T], data: bytes, name: str, where: Path) -> T:
         refuse(where, f"the {what} cannot be read as UTF-8", str(error))
     try:
         # Checked first: two parsers could read a repeated key differently.
-        json.loads(text, object_pairs_hook=_unique_keys)
+        json.loads(text, object_pairs_hook=_refuse_repeated)
     except (ValueError, RecursionError) as error:
         refuse(where, f"the {what} is not valid JSON", str(error))
     try:
@@ -133,12 +133,10 @@ def kind_of(mode: int) -> str:
     return _SPECIAL.get(stat.filemode(mode)[0], "a special file")
 
 
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    keys = dict(pairs)
-    if len(keys) != len(pairs):
-        names = [name for name, _ in pairs]
+def _refuse_repeated(pairs: list[tuple[str, Any]]) -> None:
+    names = [name for name, _ in pairs]
+    if len(set(names)) < len(names):
         raise ValueError(f"key {next(n for n in names if names.count(n) > 1)!r} stands twice in one object")
-    return keys
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from loka_onnx.calibration.effects.loss_totals import (
     sum_batch,
 )
 from loka_onnx.core.artifact import OutputKind, OutputSpec
-from loka_onnx.errors import CalibrationError
+from loka_onnx.errors import CalibrationError, InternalError
 from loka_onnx.numerics.intervals import ratio_interval
 
 ROWS = 900
@@ -81,6 +81,14 @@ def test_moments_are_those_of_the_columns(grouped):
     assert delta.mean == pytest.approx(np.average(rows.delta[1], weights=w), rel=1e-12)
     assert delta.rmse == pytest.approx(np.sqrt(np.average(rows.delta[1] ** 2, weights=w)), rel=1e-12)
     assert found.mean_denominator.value == pytest.approx(rows.denominator.sum() / w.sum(), rel=1e-12)
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_batches_of_the_other_unit_are_refused(grouped):
+    found: OutputTotals = BucketTotals() if grouped else RowTotals()
+    with pytest.raises(InternalError):
+        found.add(sum_batch(made(), None if grouped else users()))
+    assert found.rows == 0
 
 
 @pytest.mark.parametrize("names", [

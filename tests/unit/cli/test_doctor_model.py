@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ import onnx.parser
 import pytest
 from onnx_text import parsed
 
-from loka_onnx.cli.doctor import describe_model
+from loka_onnx.cli.doctor import describe_model, diagnose
 from loka_onnx.cli.main import main
 from loka_onnx.core.artifact import OutputKind, OutputSpec
 from loka_onnx.errors import ModelError
@@ -36,6 +37,11 @@ def told(capsys: pytest.CaptureFixture[str], model: Path) -> str:
         main(["doctor", "--model", str(model)])
     assert not ended.value.code
     return capsys.readouterr().out.partition("\nModel ")[2]
+
+
+def test_memory_is_in_billions_of_bytes():
+    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert diagnose().machine.memory_gb == pytest.approx(pages / 1e9, rel=0.02, abs=0.1)
 
 
 @pytest.mark.slow

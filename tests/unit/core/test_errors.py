@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from loka_onnx.errors import MOST_CHARACTERS, DataError, UserError, shortened
+from loka_onnx.errors import MOST_CHARACTERS, DataError, UserError, nearest, shortened
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -28,6 +28,12 @@ def test_a_long_text_keeps_its_ends_and_says_how_much_is_gone(more: int) -> None
     assert len(head) == 2 * len(tail)
     assert int(gone.split()[0]) == more
     assert str(UserError(text)) == found
+
+
+@pytest.mark.parametrize(("word", "found"), [("h100", "'nvidia-h100'"), ("gpus", "'gpu'"), ("migraphx", "")])
+def test_one_known_word_is_near_or_none(word: str, found: str) -> None:
+    suggestion = nearest(word, ["cpu", "gpu", "nvidia-h100", "h10"])
+    assert found in suggestion and bool(suggestion) == bool(found)
 
 
 def test_a_code_is_no_part_of_the_sentence() -> None:

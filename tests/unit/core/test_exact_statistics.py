@@ -182,7 +182,7 @@ def test_the_boundary_is_where_the_mixture_of_likelihood_ratios_reaches_one_over
     rho2 = (-2 * math.log(alpha) + math.log(1 - 2 * math.log(alpha))) / tightest
     exact = (-special.lambertw(-(alpha**2) / math.e, -1).real - 1) / tightest
     assert rho2 == pytest.approx(exact, rel=0.05)
-    for n in (100, 5000, 300_000):
+    for n in (1, 100, 5000, 300_000):
         s = anytime_quantile(n, tightest, confidence) * math.sqrt(n)
         # exp(λS − λ²n/2) = exp(S²/2n) · exp(−n(λ − S/n)²/2): the peak is near S/n, shrunk towards 0.
         peak, width = s * rho2 / (n * rho2 + 1), math.sqrt(rho2 / (n * rho2 + 1))
@@ -203,6 +203,7 @@ def test_the_interval_is_tightest_where_it_was_asked_to_be():
         lambda log: width(10_000, math.exp(log)), bounds=(math.log(100), math.log(10**6)), method="bounded"
     )
     assert width(10_000, 10_000) <= 1.001 * best.fun
+    assert width(1, 1) == pytest.approx(width(10_000, 10_000), rel=1e-9)
     assert width(10_000, 100) > 1.05 * best.fun and width(10_000, 10**6) > 1.5 * best.fun
 
 

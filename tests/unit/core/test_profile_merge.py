@@ -184,6 +184,11 @@ def test_a_document_keeps_every_bit_and_entries_are_found_by_name(profile):
     assert site is profile.sites[0] and site.error("e4m3fn") is site.errors[0]
     assert site.sensitivity("e4m3fn", "logit") is site.sensitivities[0]
     assert group.sensitivity("logit") is group.sensitivities[0]
+    quarter = dataclasses.replace(error_of(np.ones(2), np.full(2, 1.25)), recipe="e4m3fn")
+    sites = (dataclasses.replace(site, errors=(quarter,)),)
+    (row,) = dataclasses.replace(profile, sites=sites).records()
+    assert (row["site"], row["recipe"], row["relative_error"]) == ("fc1", "e4m3fn", 0.25)
+    assert row["kl"] == site.sensitivities[0].kl.value
     for find in (profile.site, site.error, group.sensitivity, lambda name: site.sensitivity("e4m3fn", name)):
         with pytest.raises(KeyError):
             find("x")

@@ -4,6 +4,7 @@ import gc
 from dataclasses import replace
 from pathlib import Path
 
+import ml_dtypes
 import pytest
 
 from loka_onnx.core import serde
@@ -18,7 +19,7 @@ from loka_onnx.core.correction import (
     Trial,
     Variant,
 )
-from loka_onnx.core.formats import INT8, UINT8, Precision
+from loka_onnx.core.formats import E4M3FN, E4M3FNUZ, E5M2, INT8, UINT8, NumberFormat, Precision
 from loka_onnx.core.installation import cache_directory
 from loka_onnx.core.intervals import Interval
 from loka_onnx.core.progress import collector_paused
@@ -52,6 +53,14 @@ def test_weights_beside_asymmetric_activations_are_symmetric() -> None:
 def test_what_is_no_id_of_a_recipe(text: str) -> None:
     with pytest.raises(ValueError, match=r"is no id of a recipe|is not a valid"):
         Recipe.of_id(text)
+
+
+@pytest.mark.parametrize("format", [E4M3FN, E4M3FNUZ, E5M2])
+def test_limits_of_fp8_are_those_of_ml_dtypes(format: NumberFormat) -> None:
+    limits = ml_dtypes.finfo(format.storage)
+    assert (format.min, format.max) == (float(limits.min), float(limits.max))
+    assert format.min_normal == float(limits.smallest_normal)
+    assert format.smallest == float(limits.smallest_subnormal)
 
 
 SOURCE = Provenance("NVIDIA H100", {"torch": "2.11"}, "1980 MHz", "2026-11-21")

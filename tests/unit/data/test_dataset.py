@@ -396,6 +396,13 @@ def test_memory_does_not_grow_with_rows(tmp_path):
     assert peak(1_600_000) < 2 * peak(200_000)
 
 
+def test_a_file_that_cannot_be_replaced_leaves_nothing_beside_it(tmp_path):
+    (tmp_path / "rows.parquet").mkdir()
+    with pytest.raises(OSError, match=r"rows\.parquet"):
+        write_table({"x": np.arange(4.0)}, tmp_path / "rows.parquet")
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.parquet"]
+
+
 def test_a_file_that_we_write_shows_a_flipped_bit(tmp_path):
     """Pages are written with checksums, which readers verify."""
     path = tmp_path / "rows.parquet"

@@ -12,12 +12,15 @@ from planned import plan_of_one
 
 from loka_onnx.core.formats import E4M3FN, E4M3FNUZ, Precision
 from loka_onnx.core.job import BatchSizes
+from loka_onnx.core.manifest import BatchRange, EngineEntry
 from loka_onnx.core.recipe import Recipe
 from loka_onnx.engines.onnx_operands import OperandReader
 from loka_onnx.engines.onnxruntime.io_binding_settings import settings_for, why_declined, without_graphs
 from loka_onnx.engines.onnxruntime.providers import CPU, CUDA, MIGRAPHX, TENSORRT, PlacedNode, Provider
 from loka_onnx.engines.onnxruntime.site_precision import Graphs, Placement, dump_optimized, site_precision
+from loka_onnx.engines.onnxruntime.triton import DISABLE_ALL, triton_form
 from loka_onnx.engines.request import BuildRequest
+from loka_onnx.engines.triton.forms import Form, Source
 from loka_onnx.errors import ModelError
 
 ON_CUDA, ON_CPU = CUDA.name, CPU.name
@@ -171,3 +174,15 @@ def test_migraphx_keeps_a_program_a_size(tune: int, tmp_path: Path) -> None:
     settings = settings_for(MIGRAPHX, request_for(tmp_path, exhaustive_tune=tune), "1")
     assert settings.options == {"migraphx_exhaustive_tune": str(tune)}
     assert (settings.sizes, settings.programs) == ((32, 64, 128), True)
+
+
+@pytest.mark.parametrize(("backend", "level"), [("onnxruntime", None), ("onnxruntime_tensorrt", DISABLE_ALL)])
+def test_triton_does_not_optimize_graphs_for_a_compiler(
+    backend: str, level: int | None, tmp_path: Path
+) -> None:
+    model = product_model(tmp_path, "float")
+    engine = ("e", backend, "1.31.1", "gpu", "sm90", "any", "p", False, BatchRange(1, 8), model.name, 1, "")
+    source = Source(tmp_path, EngineEntry(*engine, {}, None), "m", (), (), {}, {}, 1)
+    form = triton_form(source)
+    assert isinstance(form, Form)
+    assert dict(form.model.optimization).get("graph") == (level and (("level", level),))

@@ -67,6 +67,13 @@ def test_every_kernel_of_the_cpu_is_timed(timer: KernelTimer, tuned: Tuned) -> N
         assert "single calls" in each.provenance.note
 
 
+def test_once_is_the_fewest_that_a_kernel_is_timed() -> None:
+    assert KernelTimer("cpu", 1).rounds == 1
+    with pytest.raises(ConfigError) as error:
+        KernelTimer("cpu", 0)
+    assert error.value.code == "E2815"
+
+
 def test_errors_are_those_of_a_product_in_float64(tuned: Tuned) -> None:
     """Held against ml_dtypes and NumPy; what a kernel adds is the rounding of its result to BF16, at most."""
     operands = Operands.generated(SHAPE, 0)

@@ -414,6 +414,9 @@ def both(path: Path, feeds: dict[str, Any]) -> tuple[dict[str, Any], dict[str, A
     held.write(path.with_name("written.onnx"))
     model = held.in_memory()
     assert model is not None
+    # By the ONNX specification, a tensor has either its own data or those of a file.
+    held_outside = [t for t in model.proto.graph.initializer if t.name in model.weights]
+    assert not [t.name for t in held_outside if t.HasField("raw_data")]
     session = OnnxSession.in_memory(model.proto, model.weights, path, BASIC)
     return OnnxSession(path.with_name("written.onnx"), BASIC).run(feeds), session.run(feeds)
 

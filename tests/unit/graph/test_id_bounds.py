@@ -20,7 +20,7 @@ WEIGHTS = {
         "i1": [1], "i20": [2, 0], "flat": [-1], "axis0": [0], "axis1": [1], "start": [1], "end": [LAST],
         "starts": [0, 1], "ends": [LAST, 3], "axes": [0, 1], "steps": [1, 1], "sizes": [1, 2], "rows": [2],
         "zero": [0], "three": [3], "two1": [2], "one_each": [1, 1, 1], "scattered": [30, 0],
-        "offsets": [[0, 10, 30]], "four": [[30, 0, 5, 2]],
+        "offsets": [[0, 10, 30]], "four": [[30, 0, 5, 2]], "of_two_rows": [[0, 10, 30], [5, 0, 2]],
     }.items()},
 }
 FORMS = {
@@ -76,6 +76,7 @@ FORMS = {
         (60, range(-65, 30), range(-62, 58))),
     "a clip": ("c = Clip(ids, two, nine)  y = Gather(t10, c)", NONE),
     "an offset that is computed": ("c = Gather<axis=1>(ids, i1)  d = Add(ids, c)  y = Gather(t10, d)", NONE),
+    "an offset of each row": ("c = Add(ids, of_two_rows)  y = Gather(t60, c)", NONE),
     "taken from a number": ("c = Sub(nine, ids)  y = Gather(t10, c)", NONE),
     "through a narrow type": ("c = Cast<to=3>(ids)  d = Cast<to=7>(c)  y = Gather(t10, d)", NONE),
     "unknown ids mapped in the graph": (

@@ -109,6 +109,9 @@ def test_branches_that_are_not_alike_stay(tmp_path):
         Model((8,), f"{SOURCES} {TWO} y = Mul(ha, hb)", WEIGHTS),
         model.but("ta = Tanh(ha)", "ta = LeakyRelu<alpha=0.5>(ha)"),
         model.but("sb = Relu(fb)", "sb = Tanh(fb)"),
+        model.but("hb = MatMul(sb, wb)", "hb = MatMul(sb, square)").but(
+            "sb = Relu", "turned = Transpose<perm=[1, 0]>(x) square = MatMul(turned, x) sb = Relu"
+        ),
     )
     for number, other in enumerate(others):
         assert sites_of(unchanged(other, tmp_path), FUSION) == [], number
