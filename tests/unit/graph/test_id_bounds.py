@@ -74,6 +74,9 @@ FORMS = {
     "an offset behind a join": (
         "c = Gather<axis=1>(ids, i1)  d = Concat<axis=1>(c, ids)  e = Add(d, four)  y = Gather(t60, e)",
         (60, range(-65, 30), range(-62, 58))),
+    "offsets of ids that are repeated": (
+        "b = Shape<start=0, end=1>(ids)  s = Concat<axis=0>(b, axis1)  c = Tile(ids, s)  d = Add(c, offsets)"
+        "  y = Gather(t60, d)", NONE),
     "a clip": ("c = Clip(ids, two, nine)  y = Gather(t10, c)", NONE),
     "an offset that is computed": ("c = Gather<axis=1>(ids, i1)  d = Add(ids, c)  y = Gather(t10, d)", NONE),
     "an offset of each row": ("c = Add(ids, of_two_rows)  y = Gather(t60, c)", NONE),
