@@ -73,6 +73,15 @@ def draw(page: Any, selector: str) -> Any:
     return plot
 
 
+def wait_until(page: Any, expression: str) -> None:
+    """Wait for an expression to be true; the page's policy forbids the `eval` of `Page.wait_for_function`."""
+    for _ in range(500):
+        if page.evaluate(expression):
+            return
+        page.wait_for_timeout(20)
+    raise AssertionError(f"not within 10 s: {expression}")
+
+
 def is_as_wide_as(page: Any, size: tuple[int, int]) -> bool:
     """Nothing sticks out to the side."""
     return page.evaluate("document.documentElement.scrollWidth") == size[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from browser_pages import HEAR, STAGE, assert_all_inside
+from browser_pages import HEAR, STAGE, assert_all_inside, wait_until
 
 ROOT = "#model-graph"
 
@@ -88,7 +88,7 @@ def test_the_wheel_scrolls_the_page_until_the_reader_turns_to_the_drawing(page):
     top = page.evaluate("scrollY")
     page.mouse.wheel(0, -40)
     page.locator(f"{ROOT} .graph-hint").wait_for()
-    page.wait_for_function("top => scrollY < top", arg=top)
+    wait_until(page, f"scrollY < {top}")
     x, y, after = box_of(page, "over_arch.fc0")
     assert after == before
     page.mouse.click(x, y)

@@ -15,6 +15,7 @@ from browser_pages import (
     facts_of,
     is_as_wide_as,
     texts,
+    wait_until,
     written,
 )
 from decided_run import LATENCIES_US, OVER_FP32
@@ -237,7 +238,7 @@ def test_the_histogram_lies_over_the_range_of_the_format(visit, report, data: Re
     kind = "() => document.querySelector('#site-plot').layout.yaxis.type"
     assert page.evaluate(kind) == "linear"
     page.locator("#site-log").check()
-    page.wait_for_function("document.querySelector('#site-plot').layout.yaxis.type === 'log'")
+    wait_until(page, "document.querySelector('#site-plot').layout.yaxis.type === 'log'")
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

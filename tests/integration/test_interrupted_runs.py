@@ -1,6 +1,7 @@
 """Runs that are killed, interrupted, or kept out by another one."""
 
 import fcntl
+import os
 import random
 import signal
 import socket
@@ -76,6 +77,8 @@ def test_a_second_run_is_kept_out_as_long_as_the_first_lives(place, command):
         assert time.monotonic() < deadline and first.poll() is None
         time.sleep(0.01)
     first.send_signal(signal.SIGSTOP)
+    # It ends what it is writing before it stands still.
+    os.waitid(os.P_PID, first.pid, os.WSTOPPED | os.WNOWAIT)
     before = tree(place.output)
     for options in (["run"], ["run", "--resume"], ["run", "--force"], ["plan"]):
         done = command(options[0], place.run_file, "--quiet", *options[1:])
