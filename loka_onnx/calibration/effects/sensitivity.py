@@ -4,8 +4,8 @@ together.
 The loss change of a row is exactly KL(p ‖ p′) + (p − y)·δ (`effects.loss_totals`). A site is judged on the
 first term, which needs no label; the second is reported beside it.
 
-Batches of rows in random order run through one switchable model, once exact and once for every unit of sites
-from its first site on (`effects.reached`), and leave their sums (`effects.loss_totals`). At each interim
+Batches of rows in random order run through one switchable model, once exact, and for every unit of sites once
+through the parts that it reaches (`effects.reached`), and leave their sums (`effects.loss_totals`). At each interim
 analysis the caller names the undecided sites; with none left the pass ends. Before that, the first rows run
 under slightly moved scales (`observers.arithmetic`).
 
