@@ -5,9 +5,9 @@ The loss change of a row is exactly KL(p ‖ p′) + (p − y)·δ (`effects.los
 first term, which needs no label; the second is reported beside it.
 
 Batches of rows in random order run through one switchable model, once exact, and for every unit of sites once
-through the parts that it reaches (`effects.reached`), and leave their sums (`effects.loss_totals`). At each interim
-analysis the caller names the undecided sites; with none left the pass ends. Before that, the first rows run
-under slightly moved scales (`observers.arithmetic`).
+through the parts that it reaches (`effects.reached`), and leave their sums (`effects.loss_totals`). At each
+interim analysis the caller names the undecided sites; with none left the pass ends. Before that, the first
+rows run under slightly moved scales (`observers.arithmetic`).
 
 **Stopping.** The first analysis is after 4096 rows, each next one after half as many rows more, so a verdict
 takes at most half again the rows it needs. The intervals hold at every number of rows at once
