@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -54,14 +54,15 @@ STRICT = "LOKA_ONNX_STRICT_MODS"
 _NOT_THE_MODS = (OSError, MemoryError, OutputError, MissingPackage)
 """Errors of the machine, which the next mod would meet too."""
 _LONGEST_REASON = 300
+_MOST_ROUNDS = 4
 
 DEFAULT_MODS: tuple[type[Mod[Any]], ...] = (
     EinsumToMatMul,
     ConvToMatMul,
-    MasksToWhere,
     FoldConstants,
     ColumnToRow,
     RemoveNoOps,
+    MasksToWhere,
     ShareDuplicates,
     FuseLayerNorm,
     FuseRMSNorm,
@@ -76,9 +77,9 @@ DEFAULT_MODS: tuple[type[Mod[Any]], ...] = (
     JoinParts,
     PadSites,
 )
-"""In this order no mod matches again after a later one. Products first, for all the others; constants, no-ops
-and twins hide patterns, so they go before patterns are read; norms fold into linears of one channel before
-these become elementwise; K and N are padded last, when shapes are final."""
+"""In this order few mods match again after a later one. Products first, for all the others; constants,
+no-ops and twins hide patterns, and no-ops shapes: they go before patterns are read; norms fold into linears
+of one channel before these become elementwise; K and N are padded last, when shapes are final."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,8 @@ def apply_mods(
 ) -> Rewritten:
     """Rewrite a model; a mod that fails, or moves an output beyond its tolerance on the rows, is rolled back.
 
+    What one mod leaves another may match, so rounds follow until one finds nothing (`_in_rounds`).
+
     Raises TransformError if there are no rows.
     """
     if not any(len(array) for batch in rows for array in batch.values()):
@@ -110,7 +113,7 @@ def apply_mods(
     graph, accepted = GraphModel.load(model.path), None
     records: list[RewriteRecord] = []
     outputs: Outputs | None = None
-    for number, mod in enumerate(chosen):
+    for number, mod in enumerate(_in_rounds(chosen, records)):
         began = time.perf_counter()
         try:
             tried = _try(mod, graph)
@@ -125,7 +128,10 @@ def apply_mods(
             graph = GraphModel.load(model.path) if accepted is None else GraphModel.read_back(accepted)
             continue
         finally:
-            progress("mods", number + 1, len(chosen))
+            if number < len(chosen):
+                progress("mods", number + 1, len(chosen))
+        if number >= len(chosen) and not tried.record.applied:
+            continue
         record = replace(tried.record, seconds=time.perf_counter() - began)
         if tried.exported is not None:
             began = time.perf_counter()
@@ -147,6 +153,20 @@ def apply_mods(
     rewritten = replace(model, path=target, digest=digest, opset=graph.opset, sites=sites)
     rewritten = replace(rewritten, other_products=other_products(written))
     return Rewritten(rewritten, RewriteLog(tuple(records)))
+
+
+def _in_rounds(mods: Sequence[Mod[Any]], records: Sequence[RewriteRecord]) -> Iterator[Mod[Any]]:
+    """Yield the mods, and while a round applies anything those of `DEFAULT_MODS` again.
+
+    Records of further rounds are those of matches alone; a mod that was rolled back is not repeated.
+    """
+    seen = 0
+    for _ in range(_MOST_ROUNDS):
+        undone = {record.transform for record in records if record.rolled_back}
+        yield from (mod for mod in mods if not seen or (type(mod) in DEFAULT_MODS and mod.name not in undone))
+        if not any(record.applied for record in records[seen:]):
+            return
+        seen = len(records)
 
 
 @dataclass(frozen=True)

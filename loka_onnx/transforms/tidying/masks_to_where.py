@@ -54,8 +54,7 @@ class MasksToWhere(Mod[MaskedValue]):
         if axes:
             inner = model.constant(f"{name}/axes", np.array(axes, np.int64))
             mask = model.add("Unsqueeze", [mask, inner], f"{name}/rows")
-        scalar = model.constant(f"{name}/scalar", np.zeros(0, np.int64))
-        value = model.add("Reshape", [match.value, scalar], f"{name}/value")
+        value = _scalar(model, match.value, f"{name}/value")
         if element_type(data.dtype) == _BOOL:
             chosen = model.add("And", [mask, value], f"{name}/chosen")
             kept = model.add("And", [model.add("Not", [mask], f"{name}/not"), data], f"{name}/kept")
@@ -80,6 +79,13 @@ def _read(node: Node) -> MaskedValue | None:
     if value is None or node.attrs.get("reduction", "none") != "none":
         raise NotRewritten("the values at the positions of a mask are not one value")
     return MaskedValue(node, mask, value)
+
+
+def _scalar(model: GraphModel, value: Tensor, name: str) -> Tensor:
+    """Return a tensor of one element as one of rank 0, which broadcasts against any."""
+    if is_constant(value):
+        return value if value.shape == () else model.constant(name, values_of(value).reshape(()))
+    return model.add("Reshape", [value, model.constant(f"{name}/shape", np.zeros(0, np.int64))], name)
 
 
 def _one_value(tensor: Tensor) -> Tensor | None:

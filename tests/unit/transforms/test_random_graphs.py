@@ -66,6 +66,7 @@ def test_any_order_gives_the_same_outputs(seed, order):
 
 @given(SEEDS)
 @example(33619)  # a bias that is 0 behind a product of K = N = 1
+@example(3890)  # a mask on what a Reshape that changes nothing gives, of unknown rows
 @settings(max_examples=2)
 def test_a_second_run_changes_nothing(seed):
     check_twice(seed)

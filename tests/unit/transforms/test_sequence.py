@@ -20,6 +20,8 @@ from loka_onnx.graph.storage import model_digest
 from loka_onnx.graph.weights import Exported
 from loka_onnx.transforms.base import Mod
 from loka_onnx.transforms.sequence import DEFAULT_MODS, STRICT, apply_mods
+from loka_onnx.transforms.tidying.remove_no_ops import RemoveNoOps
+from loka_onnx.transforms.tidying.share_duplicates import ShareDuplicates
 
 ROWS = [{"x": random_rows(5, 8)}, {"x": random_rows(3, 8, seed=1)}]
 
@@ -116,6 +118,27 @@ def test_rounding_is_accepted_and_each_mod_is_held_against_the_last_good_model(t
     model, log = run(tmp_path, BREAKS, ROUNDS)
     assert [record.rolled_back for record in log.records] == [True, False]
     assert gain(model) == pytest.approx(0.5 + ROUNDS.step, abs=1e-7)
+
+
+@pytest.fixture
+def triplets(tmp_path) -> ModelArtifact:
+    """Three Relus of x, one behind an Identity that hides it."""
+    body = "[fc] k = Identity(x) a = Relu(k) b = Relu(x) c = Relu(x) y = Sum(a, b, c)"
+    return artifact(parse(body), tmp_path / "triplets.onnx")
+
+
+def test_a_later_mod_opens_a_match_for_a_second_round(triplets, tmp_path):
+    result = apply_mods(triplets, ROWS, tmp_path / "after.onnx", [ShareDuplicates(), RemoveNoOps()])
+    found = [(record.transform, len(record.applied)) for record in result.log.records]
+    assert found == [("share-duplicates", 1), ("remove-no-ops", 1), ("share-duplicates", 1)]
+    assert op_types(onnx.load(result.model.path)) == ["Relu", "Sum"]
+
+
+def test_what_was_rolled_back_gets_no_second_round(triplets, tmp_path):
+    fails = RemoveNoOps()
+    fails.tolerance = -1.0
+    log = apply_mods(triplets, ROWS, tmp_path / "after.onnx", [fails, ShareDuplicates()]).log
+    assert [(record.rolled_back, len(record.applied)) for record in log.records] == [(True, 0), (False, 1)]
 
 
 @pytest.mark.parametrize(("mod", "evidence"), [
