@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-from loka_onnx.core.artifact import ModelArtifact, OutputSpec, Parity
+from loka_onnx.core.artifact import ModelArtifact, OutputSpec
 from loka_onnx.errors import ModelError
 from loka_onnx.graph.entry import canonicalize
 from loka_onnx.graph.model import GraphModel
@@ -23,7 +23,6 @@ def import_onnx(
     source: Path,
     target: Path,
     outputs: tuple[OutputSpec, ...],
-    parity: Parity | None = None,
     *,
     link_tables: bool = False,
     widths: Mapping[str, int] = MappingProxyType({}),
@@ -56,7 +55,6 @@ def import_onnx(
         outputs=tuple(tensor_spec(tensor) for tensor in model.outputs),
         sites=sites,
         producer=canonical.producer,
-        parity=parity,
         notes=canonical.notes,
         other_products=others,
     )

@@ -7,6 +7,7 @@ import logging
 import tempfile
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from loka_onnx.core.artifact import ModelArtifact, OutputSpec, Parity
 from loka_onnx.errors import ExportError, InternalError, MissingPackage, ModelError, line_of
 from loka_onnx.export.onnx_model import import_onnx
 from loka_onnx.graph.entry import OPSET
+from loka_onnx.graph.storage import model_files
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
 
 if TYPE_CHECKING:
@@ -109,8 +111,15 @@ def export_torch(
     with tempfile.TemporaryDirectory(prefix=".export-", dir=target.parent) as scratch:
         raw = Path(scratch) / "raw.onnx"
         _export(module, tensors, tuple(rows), tuple(spec.name for spec in outputs), raw)
-        parity = measure_parity(raw, rows, dict(zip((o.name for o in outputs), results, strict=True)))
-        return import_onnx(raw, target, outputs, parity, link_tables=True)
+        artifact = import_onnx(raw, target, outputs, link_tables=True)
+    try:
+        # Of the canonical form, which the run goes on with.
+        parity = measure_parity(target, rows, dict(zip((o.name for o in outputs), results, strict=True)))
+    except ExportError:
+        for file in model_files(target):
+            file.unlink()
+        raise
+    return replace(artifact, parity=parity)
 
 
 def _export(

@@ -1,6 +1,7 @@
 """torch → ONNX: parity is measured, and what cannot be exported is refused in words."""
 
 import re
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from loka_onnx.core.artifact import OutputKind, OutputSpec
 from loka_onnx.errors import ExportError, InternalError, ModelError
 from loka_onnx.export.onnx_model import import_onnx
 from loka_onnx.export.torch_module import PARITY_TOLERANCE, export_torch, load_builder, measure_parity
-from loka_onnx.graph import storage
+from loka_onnx.graph import entry, storage
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.sessions.onnx_session import OnnxSession
 
@@ -107,6 +108,25 @@ def test_modules_that_cannot_be_exported_are_refused(made, names, code, evidence
         export_torch(Linear(made), DENSE, target, outputs(*names))
     assert caught.value.code == code and evidence in caught.value.evidence
     assert not target.exists()
+
+
+@pytest.mark.slow
+def test_the_canonical_form_is_held_against_the_module(tmp_path, monkeypatch):
+    """graphsurgeon's folding computes the buckets in integers, unless it is kept from it."""
+
+    class Buckets(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.fc = nn.Embedding(9, 4), nn.Linear(4, 1)
+
+        def forward(self, ids):
+            return self.fc(self.table((ids.float() * 0.5).long()))[:, 0]
+
+    monkeypatch.setattr(entry, "_casts_kept", lambda graph: nullcontext())
+    with pytest.raises(ExportError) as caught:
+        export_torch(Buckets(), {"ids": np.arange(9)}, tmp_path / "model.onnx", outputs("logit"))
+    assert caught.value.code == "E0418"
+    assert [*tmp_path.iterdir()] == []
 
 
 def test_one_row_is_too_few(tmp_path):
