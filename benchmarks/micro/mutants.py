@@ -34,7 +34,7 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from itertools import zip_longest
 from pathlib import Path
@@ -100,11 +100,13 @@ class Mutant:
     new: str
     start: int
     end: int
+    nth: int = 1
 
     @property
     def name(self) -> str:
-        """What tells it from others, whatever stands above it in its file."""
-        return " | ".join((self.path, self.source, f"{self.old} -> {self.new}"))
+        """What tells it from others, whatever stands above it in its file; the `nth` of one text."""
+        again = f" #{self.nth}" if self.nth > 1 else ""
+        return " | ".join((self.path, self.source, f"{self.old} -> {self.new}{again}"))
 
     def apply(self, text: bytes) -> bytes:
         """The file with the change."""
@@ -120,14 +122,18 @@ def mutants_of(path: Path) -> Iterator[Mutant]:
     for line in lines:
         offsets.append(offsets[-1] + len(line))
 
-    for node, kind, new in _points(ast.parse(text)):
+    seen: Counter[str] = Counter()
+    points = _points(ast.parse(text))
+    for node, kind, new in sorted(points, key=lambda point: (point[0].lineno, point[0].col_offset)):
         start = offsets[node.lineno - 1] + node.col_offset
         end = offsets[(node.end_lineno or 0) - 1] + (node.end_col_offset or 0)
         old = text[start:end].decode()
         told = " ".join(lines[node.lineno - 1].decode().split())
-        yield Mutant(
+        mutant = Mutant(
             path.relative_to(ROOT).as_posix(), node.lineno, kind, told, old, ast.unparse(new), start, end
         )
+        seen[mutant.name] += 1
+        yield replace(mutant, nth=seen[mutant.name])
 
 
 def _points(tree: ast.Module) -> Iterator[tuple[Any, str, ast.AST]]:
