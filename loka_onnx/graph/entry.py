@@ -12,8 +12,7 @@ the digits that FP32 lacks.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -30,9 +29,10 @@ from onnx_graphsurgeon.logger import G_LOGGER
 from loka_onnx.core.artifact import TensorSpec
 from loka_onnx.errors import ModelError
 from loka_onnx.graph.detached import info_of, refill
-from loka_onnx.graph.model import GraphModel, is_constant, producer, values_of
+from loka_onnx.graph.model import GraphModel, Node, is_constant, producer, values_of
 from loka_onnx.graph.naming import module_path, name_sites
 from loka_onnx.graph.parts import Typed, is_no_constant
+from loka_onnx.graph.shape_values import read_dimensions
 from loka_onnx.graph.sites import NORM_OPS, PRODUCT_OPS
 from loka_onnx.graph.soundness import STANDARD_DOMAINS, check_message, check_sound, opset_of, parsing
 from loka_onnx.graph.storage import (
@@ -100,6 +100,12 @@ def canonicalize(path: Path, widths: Mapping[str, int] = MappingProxyType({})) -
         least = onnx.defs.get_schema(node.op_type, node.domain).min_input if is_known else len(node.input)
         while len(node.input) > least and not node.input[-1]:
             node.input.pop()
+        for attribute in node.attribute:
+            if attribute.name in {"value_float", "value_floats"}:
+                # onnx-graphsurgeon reads the numbers of a Constant as FP64.
+                values = attribute.f if attribute.name == "value_float" else attribute.floats
+                tensor = onnx.numpy_helper.from_array(np.array(values, np.float32))
+                attribute.CopyFrom(onnx.helper.make_attribute("value", tensor))
     _name_nodes(proto.graph)
     notes += _fix_widths(proto.graph, widths)
     original = opset_of(proto)
@@ -112,9 +118,7 @@ def canonicalize(path: Path, widths: Mapping[str, int] = MappingProxyType({})) -
         model = GraphModel.from_proto(proto, path.parent)
         _check_ends(model, path)
         before = len(model.nodes)
-        # It computes constants in a session without settings, and prints what goes wrong to standard output.
-        with G_LOGGER.suppress(G_LOGGER.ERROR), quiet_sessions(), _casts_kept(model.graph):
-            model.graph.fold_constants(error_ok=True, should_exclude_node=is_no_constant)
+        _fold(model.graph)
         model.graph.cleanup(remove_unused_graph_inputs=False)
     folded = before - len(model.nodes)
     if folded:
@@ -125,23 +129,31 @@ def canonicalize(path: Path, widths: Mapping[str, int] = MappingProxyType({})) -
     return Canonical(model, f"{proto.producer_name} {proto.producer_version}".strip(), tuple(notes))
 
 
-@contextmanager
-def _casts_kept(graph: gs.Graph) -> Iterator[None]:
-    """Make what is computed between casts an output, for a block: graphsurgeon (0.6) computes it in the
-    integers around the casts, though ``(int)(x · 0.5)`` is not ``x · (int)0.5``.
+def _fold(graph: gs.Graph) -> None:
+    """Compute constants and static shapes; edits the graph. Shapes are read here: onnx-graphsurgeon (0.6)
+    ignores `start` and `end` of a Shape, and computes in integers what is between two casts of integers.
     """
-    within = [graph, *(each for node in graph.nodes for each in node.subgraphs(recursive=True))]
-    ends = [(each, [*each.outputs]) for each in within]
-    for each in within:
-        for node in each.nodes:
-            makers = {maker.op for maker in map(producer, node.inputs) if maker is not None}
-            kept = node.outputs if "Cast" in makers else []
-            each.outputs += [out for out in kept if {reader.op for reader in out.outputs} == {"Cast"}]
-    try:
-        yield
-    finally:
-        for each, outputs in ends:
-            each.outputs = outputs
+    # It computes constants in a session without settings, and prints what goes wrong to standard output.
+    with G_LOGGER.suppress(G_LOGGER.ERROR), quiet_sessions():
+        graph.fold_constants(fold_shapes=False, error_ok=True, should_exclude_node=is_no_constant)
+        within = [graph, *(each for node in graph.nodes for each in node.subgraphs(recursive=True))]
+        if any([_fold_shape(node) for each in within for node in each.nodes]):
+            graph.fold_constants(fold_shapes=False, error_ok=True, should_exclude_node=is_no_constant)
+
+
+def _fold_shape(node: Node) -> bool:
+    """Make the result of a Shape constant, or what Gather or Slice takes from one; return whether it is."""
+    chosen = node.op in {"Gather", "Slice"}
+    source = producer(node.inputs[0]) if chosen else node
+    if source is None or source.op != "Shape":
+        return False
+    lengths = read_dimensions(node.outputs[0])
+    if lengths is None or not all(isinstance(length, int) for length in lengths):
+        return False
+    shape = node.inputs[1].shape if node.op == "Gather" else (len(lengths),)
+    node.outputs[0].to_constant(np.array(lengths, np.int64).reshape(shape))
+    node.outputs[0].inputs.clear()
+    return True
 
 
 def _read_attributes(proto: onnx.ModelProto, directory: Path) -> None:

@@ -122,7 +122,8 @@ def _selected(node: Node, entries: tuple[Dim, ...]) -> tuple[Dim, ...] | None:
         return None
     numbers = [values_of(tensor).reshape(-1) for tensor in node.inputs[1:] if tensor.name]
     if node.op == "Gather":
-        return tuple(entries[int(position)] for position in numbers[0])
+        inside = all(-len(entries) <= position < len(entries) for position in numbers[0])
+        return tuple(entries[int(position)] for position in numbers[0]) if inside else None
     start, end = int(numbers[0][0]), int(numbers[1][0])
     step = int(numbers[3][0]) if len(numbers) > 3 else 1
     return entries[start : min(end, len(entries)) : step]

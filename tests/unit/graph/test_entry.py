@@ -476,3 +476,30 @@ def test_numbers_between_casts_are_not_computed_in_integers(place, write_model, 
     for expected in OnnxSession(path).run(ids).values():
         (found,) = OnnxSession(tmp_path / "canonical.onnx").run(ids).values()
         np.testing.assert_array_equal(found, expected)
+
+
+PARTS_OF_SHAPES = [
+    ("t = Transpose<perm = [1, 0]>(x)  s = Shape<start = 1>(t)  n = Gather(s, first)", 3.0),
+    ("u = Unsqueeze(x, last)  s = Shape<end = -1>(u)  n = Gather(s, back)", 4.0),
+    ("d = ReduceMax<keepdims = 0>(x)  e = Expand(d, sizes)  s = Shape<start = 1>(e)"
+     "  n = Gather(s, first)", 5.0),
+    ("s = Shape(x)  p = Slice(s, back, end)  n = Gather(p, first)", 4.0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("nodes", "length"), PARTS_OF_SHAPES)
+def test_a_part_of_a_shape_is_the_length_of_its_axis(nodes, length, write_model, tmp_path):
+    weights = {"first": np.int64(0), "back": np.array([-1]), "end": np.array([9]), "last": np.array([2])}
+    weights["sizes"] = np.array([2, 5])
+    text = f"g (float[b,4] x) => (float[b,4] y) {{ {nodes}  f = Cast<to = 1>(n)  y = Mul(x, f) }}"
+    canonicalize(write_model(text, weights)).model.save(tmp_path / "canonical.onnx")
+    (found,) = OnnxSession(tmp_path / "canonical.onnx").run({"x": np.ones((3, 4), np.float32)}).values()
+    np.testing.assert_array_equal(found, np.full((3, 4), length))
+
+
+@pytest.mark.parametrize("attribute", ["value_float = 0.5", "value_floats = [0.5]"])
+def test_numbers_of_a_constant_are_fp32(attribute, write_model, tmp_path):
+    text = f"g (float[b,4] x) => (float[b,4] y) {{ c = Constant<{attribute}>()  y = Mul(x, c) }}"
+    canonicalize(write_model(text)).model.save(tmp_path / "canonical.onnx")
+    (found,) = OnnxSession(tmp_path / "canonical.onnx").run({"x": np.ones((3, 4), np.float32)}).values()
+    np.testing.assert_array_equal(found, np.full((3, 4), 0.5))
