@@ -24,10 +24,12 @@ import onnx
 
 from loka_onnx.core.rewrite import INDEX, USERS
 from loka_onnx.errors import EngineError, MissingPackage, ModelError, line_of
-from loka_onnx.sessions.model_files import FLOAT8_TYPES, messages, read_model
+from loka_onnx.sessions.model_files import FLOAT8_TYPES, messages, nested_nodes, read_model
 from loka_onnx.sessions.runner import Arrays, Runner, to_users
 
 _BFLOAT16 = "tensor(bfloat16)"
+_LEAVE_WEIGHTS = frozenset({"Gather", "Gemm", "MatMul"})
+"""Operators whose weights ONNX Runtime 1.31 changes under a new name only."""
 INSTALL = "pip install 'loka-onnx[cpu]' (or [nvidia], [amd]: exactly one of them)"
 
 
@@ -148,10 +150,14 @@ class OnnxSession(Runner):
         settings = _settings(proto, options)
         values = [_on_host(array) for array in weights.values()]
         settings.add_external_initializers(list(weights), values)
+        others = (node for node in nested_nodes(proto.graph.node) if node.op_type not in _LEAVE_WEIGHTS)
+        copied = {name for node in others for name in node.input}
         for name, value in zip(weights, values, strict=True):
             # Without this, ONNX Runtime 1.31 copies an external initializer: a MatMul by 256 MiB, which it
-            # packs anyway, took 519 MiB, and takes 263 MiB with it.
-            settings.add_initializer(name, value)
+            # packs anyway, took 519 MiB, and takes 263 MiB with it. With it, a factor that the runtime
+            # transposes in place, behind a Transpose, kept its old values.
+            if name not in copied:
+                settings.add_initializer(name, value)
         session = cls.__new__(cls)
         session._start(proto.SerializeToString(), settings, model, options)
         session._weights = (*values, *weights.values())

@@ -115,7 +115,7 @@ def outside(values: np.ndarray, name: str) -> onnx.TensorProto:
 
 @pytest.mark.slow
 def test_weights_in_memory_are_read_where_they_are_and_live_as_long_as_the_session():
-    model = parsed("g (float[b,4] x) => (float[b,4] y) { y = Mul(x, w) }")
+    model = parsed("g (int64[b] x) => (float[b] y) { y = Gather(w, x) }")
     weight = np.arange(4, dtype=np.float32)
     model.graph.initializer.append(outside(weight, "w"))
     watched = weakref.ref(weight)
@@ -124,12 +124,32 @@ def test_weights_in_memory_are_read_where_they_are_and_live_as_long_as_the_sessi
     changed = weight.copy()
     del weight
     gc.collect()
-    x = np.ones((2, 4), np.float32)
-    np.testing.assert_array_equal(session.run({"x": x})["y"], x * changed)
+    x = np.array([3, 2, 2, 0])
+    np.testing.assert_array_equal(session.run({"x": x})["y"], changed[x])
     assert watched() is not None
     del session
     gc.collect()
     assert watched() is None
+
+
+@pytest.mark.parametrize(
+    ("product", "expected"),
+    [("Mul(t, w)", lambda t, w: t * w), ("Max(w, t)", np.maximum), ("MatMul(t, w)", np.matmul)],
+)
+@pytest.mark.parametrize("inside", [False, True], ids=["beside", "in a branch"])
+def test_weights_in_memory_keep_their_values_behind_a_transpose(product, expected, inside):
+    """ONNX Runtime moves a Transpose behind an elementwise operator, and transposes its other factor."""
+    branch = f"t () => (r) {{ t = Transpose<perm=[0,2,1]>(x)  r = {product} }}"
+    text = f"y = If(c) <then_branch = {branch}, else_branch = e () => (r) {{ r = Relu(x) }}>"
+    if not inside:
+        text = f"t = Transpose<perm=[0,2,1]>(x)  m = {product}  y = Transpose<perm=[0,2,1]>(m)"
+    model = parsed(f"g (float[b,3,3] x, bool c) => (float[b,3,3] y) {{ {text} }}")
+    weight, x = np.arange(9, dtype=np.float32).reshape(3, 3), np.ones((2, 3, 3), np.float32)
+    model.graph.initializer.append(outside(weight, "w"))
+    session = OnnxSession.in_memory(model, {"w": weight}, Path("m.onnx"), SessionOptions(optimize=False))
+    turned = x.transpose(0, 2, 1)
+    wanted = expected(turned, weight) if inside else expected(turned, weight).transpose(0, 2, 1)
+    np.testing.assert_array_equal(session.run({"x": x, "c": np.array(True)})["y"], wanted)
 
 
 @pytest.mark.parametrize("kind", [ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, ml_dtypes.bfloat16])
