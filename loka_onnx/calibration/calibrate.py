@@ -26,7 +26,7 @@ from loka_onnx.calibration.effects.sensitivity import Sensitivities, Sensitivity
 from loka_onnx.calibration.effects.switchable import Switch
 from loka_onnx.calibration.observers.arithmetic import NORM_PRECISION, draw_factors
 from loka_onnx.calibration.observers.site_observers import recipes_for
-from loka_onnx.calibration.passes.executors import Executor, LocalExecutor
+from loka_onnx.calibration.passes.executors import BatchExecutor, LocalExecutor
 from loka_onnx.calibration.passes.probe import PassOptions, Probe, scales_of
 from loka_onnx.core.artifact import ModelArtifact, OutputSpec
 from loka_onnx.core.exact_sum import ExactSum
@@ -74,7 +74,7 @@ class ProbeOptions(PassOptions):
     open_verdicts: OpenVerdicts | None = None
     magnitudes: bool = False
     threads: int = 0
-    executor: Executor | None = None
+    executor: BatchExecutor | None = None
 
     def __post_init__(self) -> None:
         per_tensor = {r.precision for r in self.recipes if r.weight is Granularity.PER_TENSOR}

@@ -26,7 +26,7 @@ from loka_onnx.core.refinement import RefinedRun
 from loka_onnx.core.rewrite import Part, RewriteLog, RewriteLogs
 from loka_onnx.engines.base import Backend
 from loka_onnx.engines.cache import EngineCache
-from loka_onnx.engines.request import BuildRequest, Limits
+from loka_onnx.engines.request import BuildLimits, BuildRequest
 from loka_onnx.errors import EngineError, MissingPackage, TransformError
 from loka_onnx.pipeline.building import Task, build_all, how_many
 from loka_onnx.pipeline.correcting import Correcting
@@ -140,9 +140,9 @@ class EngineBuilder:
         return Built(EngineSet(parts), RewriteLogs(self._logs))
 
     @property
-    def _limits(self) -> Limits:
+    def _limits(self) -> BuildLimits:
         limits = self._config.build
-        return Limits(limits.timeout_seconds, int(limits.memory_gb * 1e9))
+        return BuildLimits(limits.timeout_seconds, int(limits.memory_gb * 1e9))
 
     def _candidates(self, plans: PlanSet) -> Iterator[Candidate]:
         moot = moot_precisions(self._config)

@@ -15,7 +15,7 @@ from pathlib import Path
 from loka_onnx.core.engine import BuildStatus, EngineArtifact, EngineSet
 from loka_onnx.core.evaluation import Evaluation, EvaluationSet, Latency
 from loka_onnx.core.plan import EIGHT_BITS
-from loka_onnx.core.progress import Joined
+from loka_onnx.core.progress import JoinedProgress
 from loka_onnx.core.rewrite import ModelSplit, Part, SharedUsers
 from loka_onnx.engines.device_lock import device_alone
 from loka_onnx.engines.registry import get_backend
@@ -31,7 +31,7 @@ from loka_onnx.evaluation.latency import (
     over_loads,
     prepared,
 )
-from loka_onnx.evaluation.predictions import Run, padded
+from loka_onnx.evaluation.predictions import Run, any_size
 from loka_onnx.pipeline.context import Context
 from loka_onnx.pipeline.directory import DocumentStage
 from loka_onnx.pipeline.job_results import ElsewhereRuns
@@ -114,7 +114,7 @@ class Judging:
         specs, rows = self.context.specs, split.data.rows
         earlier = {e.engine: e for e in (known.evaluations if known else ()) if e.split == split.name}
         run = [e for e in engines if e.was_run and e.id not in earlier]
-        progress = Joined(self.context.progress, (1 + len(run)) * rows)
+        progress = JoinedProgress(self.context.progress, (1 + len(run)) * rows)
         reference = self.context.reference(split, progress)
         evaluations = [judge_reference(split, reference, specs)]
         for engine in engines:
@@ -140,7 +140,7 @@ class Judging:
             runner = stack.enter_context(OnnxSession(place, SessionOptions(threads=1)))
         if engine.part is Part.DENSE:
             runner = SplitRunner(stack.enter_context(self.open_lookup()), runner)
-        run = padded(runner.run, self.context.config.batch.min)
+        run = any_size(runner.run, self.context.config.batch.min)
         return self.context.in_streams(run) if is_streamed else run
 
     def open_alone(self, engine: EngineArtifact) -> Runner:

@@ -60,7 +60,7 @@ COPIES, TABLES = 35, 4
 
 
 @dataclass(frozen=True)
-class Trial:
+class TrialRun:
     """The exported model and its form in low precision, run on `rows` rows.
 
     Seconds are of a row; `large_seconds` in a request of the largest timed size. `busy` is the time of work
@@ -107,7 +107,7 @@ def look_ahead(context: Context) -> Outlook:
     return Outlook(_seconds(context, trial), unknown, advice)
 
 
-def _tried(context: Context) -> Trial:
+def _tried(context: Context) -> TrialRun:
     began, used = time.perf_counter(), time.process_time()
     model, specs = context.exported, context.specs
     sites, recipe = tuple(s for s in model.sites if s.is_fp8_able), planned_recipes(context.config)[0]
@@ -138,7 +138,7 @@ def _tried(context: Context) -> Trial:
     before, after = exact(inputs), low(inputs)
     others = sorted(before.keys() - known.outputs.keys())
     free = tuple(name for name in others if not np.array_equal(before[name], after[name]))
-    return Trial(split.rows, exact_seconds, low_seconds, large_seconds, busy, halves, free)
+    return TrialRun(split.rows, exact_seconds, low_seconds, large_seconds, busy, halves, free)
 
 
 def _timed(context: Context, split: Split, run: Run) -> tuple[Predictions, float]:
@@ -148,7 +148,7 @@ def _timed(context: Context, split: Split, run: Run) -> tuple[Predictions, float
     return predictions, (time.perf_counter() - began) / max(1, split.rows)
 
 
-def _seconds(context: Context, trial: Trial) -> dict[str, float]:
+def _seconds(context: Context, trial: TrialRun) -> dict[str, float]:
     config, rows = context.config, context.judged_rows
     calibration = min(context.splits.calibration.rows, config.calibration.rows or 1 << 60)
     formats = len({recipe.precision for recipe in planned_recipes(config)})
@@ -183,7 +183,7 @@ def _timing(request: float) -> float:
     return FIRST_LOADS * repeats * request
 
 
-def _accuracy(context: Context, trial: Trial) -> Iterator[str]:
+def _accuracy(context: Context, trial: TrialRun) -> Iterator[str]:
     for spec in context.specs:
         rows, half = context.judged_rows["certification"], trial.half_widths.get(spec.name, 0.0)
         width = half * math.sqrt(trial.rows / rows)

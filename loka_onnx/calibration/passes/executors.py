@@ -56,7 +56,7 @@ def spans_in_random_order(rows: int, batch_size: int, seed: int) -> list[Span]:
     return [spans[position] for position in np.random.default_rng(seed).permutation(len(spans))]
 
 
-def scattered(rows: int, batch_size: int, seed: int) -> list[Span]:
+def scattered_spans(rows: int, batch_size: int, seed: int) -> list[Span]:
     """Return spans of all rows (at least 1), in whole batches, for a pass that may not need all of them.
 
     Files are sorted by time or user, so neighbours are alike; but reading a row decodes the rows before it,
@@ -103,7 +103,7 @@ def first_rows(spans: Iterable[Span], rows: int, batch_size: int = 1) -> list[Sp
     return taken
 
 
-def rows_of(spans: Iterable[Span]) -> int:
+def span_rows(spans: Iterable[Span]) -> int:
     """Return the rows that spans hold."""
     return sum(span.rows for span in spans)
 
@@ -137,7 +137,7 @@ class ReductionWork(BatchWork[Outputs]):
         return lambda batch: reduced_only(session.run(batch.inputs))
 
 
-class Executor(ABC):
+class BatchExecutor(ABC):
     """Runs batches; a context manager that releases its resources."""
 
     @abstractmethod
@@ -160,7 +160,7 @@ class Executor(ABC):
         self.close()
 
 
-class LocalExecutor(Executor):
+class LocalExecutor(BatchExecutor):
     """Runs several batches at once in this process, each on one thread; 0 threads for one batch per core."""
 
     def __init__(self, threads: int = 0) -> None:
@@ -169,7 +169,7 @@ class LocalExecutor(Executor):
     def run(
         self, work: BatchWork[R], data: Dataset, spans: Iterable[Span], batch_size: int
     ) -> Generator[BatchResult[R]]:
-        """See `Executor.run`."""
+        """See `BatchExecutor.run`."""
         run = work.open()
         batches = (
             batch

@@ -18,13 +18,13 @@ from loka_onnx.calibration.observers.reductions import BatchTotals
 from loka_onnx.calibration.observers.sampling import sampling_stride
 from loka_onnx.calibration.observers.site_observers import observe_errors, observe_magnitudes, observe_ranges
 from loka_onnx.calibration.passes.executors import (
+    BatchExecutor,
     BatchResult,
     BatchWork,
-    Executor,
     LocalExecutor,
     ReductionWork,
     Span,
-    rows_of,
+    span_rows,
     spans_in_order,
     spans_in_random_order,
 )
@@ -119,7 +119,7 @@ class Probe:
         sites: tuple[Site, ...],
         data: Dataset,
         options: PassOptions | None = None,
-        executor: Executor | None = None,
+        executor: BatchExecutor | None = None,
         progress: Progress = silent,
     ) -> None:
         self.model, self.sites, self.data, self.progress = model, sites, data, progress
@@ -127,7 +127,7 @@ class Probe:
         self.executor = executor or LocalExecutor()
         self.rows = self.options.rows_used(data.rows)
         self._ranged = [(each, self.options.range_spans(each.rows)) for each in (data, *self.options.beside)]
-        self.range_rows = sum(rows_of(spans) for _, spans in self._ranged)
+        self.range_rows = sum(span_rows(spans) for _, spans in self._ranged)
 
     def ranges(self, scratch: Path) -> dict[str, RangeStats]:
         """Return the range of every activation that a site reads, by tensor name, over `range_rows`.
@@ -198,7 +198,7 @@ class Probe:
         self, work: BatchWork[R], parts: Sequence[tuple[Dataset, Sequence[Span]]], task: str
     ) -> Generator[tuple[BatchResult[R], str]]:
         """Yield each batch, and what messages call it."""
-        size, done, total = self.options.batch_size, 0, sum(rows_of(spans) for _, spans in parts)
+        size, done, total = self.options.batch_size, 0, sum(span_rows(spans) for _, spans in parts)
         for data, spans in parts:
             batches = -(-self.options.rows_used(data.rows) // size)
             numbers = (n for span in spans for n in range(span.start // size, -(-span.stop // size)))
