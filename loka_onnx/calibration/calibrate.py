@@ -57,12 +57,12 @@ class ProbeOptions(PassOptions):
         scales: Activation scales; None for those of the ranges. Rows measured with the scales and recipes of
             a profile merge with it.
         only: Sites to calibrate; None for all.
-        synthetic: Whether the data was generated.
+        synthetic: True if the data was generated.
         open_verdicts: Called at each interim analysis of the sensitivity pass, which ends when no verdict is
             open. None for one analysis at the end.
-        magnitudes: Whether to measure the magnitudes of all tensors, as FP16 needs: one more inference pass.
+        magnitudes: True to measure the magnitudes of all tensors, which FP16 needs: one more inference pass.
         threads: Batches run at once, each on one thread; 0 for one per core.
-        executor: Where batches run; None for threads of this process.
+        executor: Executor of batches; None for threads of this process.
     """
 
     error_precision: float | None = 0.02

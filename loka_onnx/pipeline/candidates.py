@@ -130,7 +130,7 @@ class EngineBuilder:
             for c, engine in zip(wanted, engines, strict=True)
         ]
         for place in () if self.is_addition else (self._root / JOBS).glob("*"):
-            # Jobs that nothing asks for any more go; a result took somebody's time, and stays.
+            # Jobs without a candidate are removed, unless they have a result: another host built it.
             if place.is_dir() and place.name not in self._jobs and not (place / RESULT).exists():
                 shutil.rmtree(place)
         parts = tuple(
@@ -156,7 +156,7 @@ class EngineBuilder:
                 if not plan.untouched:
                     yield Candidate(backend, target.device, architecture, plan, dict(options))
                 elif backend.untouched and (architecture != CPU or self._config.plan.plans is not None):
-                    # On a CPU, where it gains no time, only if it was asked for.
+                    # It gains no time on a CPU: only if the run file lists plans.
                     yield Candidate(
                         backend, target.device, architecture, plan, {**options, **backend.untouched}
                     )

@@ -46,7 +46,7 @@ from loka_onnx.sessions.runner import Arrays, Runner, SplitRunner, to_users
 PER_LOAD = LatencyOptions(warmup=3, min_repeats=3, max_repeats=30, max_seconds=0.6 / LOADS)
 """Limits of timing one engine at one batch size in one load; 0.6 seconds over the first `LOADS`."""
 PATIENCE = 60.0
-"""Seconds of timing the engines of a kind from which on none is loaded more than `LOADS` times."""
+"""After so many seconds of timing the engines of a kind, none is loaded more than `LOADS` times."""
 EVALUATE = DocumentStage("evaluate", "evaluation.json", EvaluationSet)
 JOB_TIMED_BYTES = 1 << 26
 """Most bytes of the generated rows that a build job carries for latencies; rows repeat beyond."""
@@ -300,7 +300,7 @@ class _Kind:
 
     @property
     def counts(self) -> bool:
-        """The latency is that of the target: its own device, nothing simulated."""
+        """True if latencies are those of the target: its own device, nothing simulated."""
         return self.is_target and not self.is_simulated
 
 

@@ -38,7 +38,7 @@ from loka_onnx.planning.site_speed import DeviceTimings, SiteSpeeds
 
 _QUANTIZED = ("fp8-all", "fp8-safe", "int8-all", "int8-safe", MIXED)
 FAST = "fast"
-"""Last word of a plan that is made for each device by its kernel times."""
+"""Last word of the ids of plans that are made for each device by its kernel times."""
 
 
 @dataclass(frozen=True)

@@ -39,14 +39,14 @@ from loka_onnx.numerics.rounding import fake_quantize as fake_quantize_array
 from loka_onnx.numerics.scales import round_up_to_bfloat16, weight_scales
 
 NORM_PRECISION = "bf16"
-"""What a norm is tried in: BF16 operands and results, FP32 statistics."""
+"""Precision that a norm is tried in: BF16 operands and results, FP32 statistics."""
 DRAW_ROWS = 4096
 """Rows that are run under moved scales."""
 STEPS_IN_OCTAVE = 5
 UNIFORM_SHARE = 1 / 8
 """Exponent of the factors on an integer grid."""
 MOST_DRAWS = 8
-"""More would only be near each other."""
+"""Scales of more noise seeds would be too close to each other."""
 
 Array = npt.NDArray[Any]
 

@@ -60,10 +60,10 @@ def scattered_spans(rows: int, batch_size: int, seed: int) -> list[Span]:
     """Return spans of all rows (at least 1), in whole batches, for a pass that may not need all of them.
 
     Files are sorted by time or user, so neighbours are alike; but reading a row decodes the rows before it,
-    so each position costs. The file is divided into spans of growing length at random positions, taken from
-    the shortest on: single batches, then 4096 rows, then a sixteenth of the rows taken before. No position
-    has much weight, and ten million rows are read from 150 positions. The division begins at a random row and
-    wraps around the end of the file; otherwise short spans would be too frequent at both ends.
+    so each position costs. Spans lie at random positions and grow: single batches, then 4096 rows, then at
+    most a sixteenth of the rows before. So no position has much weight, and ten million rows take 150
+    positions. The division begins at a random batch and wraps around the end of the file, which may cut a
+    span in two; otherwise short spans would be too frequent at both ends.
     """
     batches = -(-rows // batch_size)
     lengths = np.array(_lengths(batches, batch_size))

@@ -49,16 +49,14 @@ class PassOptions:
     Attributes:
         batch_size: Rows of one pass through the graph.
         rows: Rows, the first of the data set; None for all.
-        range_rows: Least rows that ranges are taken from, in spans in random order; None for all. One of n
-            rows drawn alike exceeds the amax of the others with probability 1/n: so often a scale from fewer
-            rows saturates.
-        error_precision: Half width of the 95 % interval of each relative error over its value at which the
-            error pass may end, after eight spans in random order or more. Where few rows hold most of the
+        range_rows: Least rows that ranges are taken from, in spans in random order; None for all. A further
+            row exceeds the amax of n rows, and saturates, with probability 1/(n + 1).
+        error_precision: The error pass may end, after at least eight spans in random order, when the 95 %
+            interval of each error has this half width relative to its value. Where few rows hold most of the
             error, ask for all rows. None for all rows, in file order.
         sensitivity_rows: Most rows of the sensitivity pass; None for all.
         group: Column of rows that belong together; None where rows are independent.
-        beside: Further rows that ranges alone are taken from, without their labels: a value of an input that
-            few rows have may be in none of the others.
+        beside: Further rows, without their labels, for ranges alone: they may hold rare input values.
         draws: Noise seeds of the rounding (`observers.arithmetic`); 1 for the scales themselves only.
     """
 

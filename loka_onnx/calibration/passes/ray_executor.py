@@ -26,9 +26,9 @@ from loka_onnx.errors import CalibrationError, ConfigError, LokaError, MissingPa
 R = TypeVar("R")
 
 RETRIES = 3
-"""Times that a span is run again because its worker died."""
+"""Retries of a span whose worker died."""
 IN_FLIGHT = 2
-"""Spans under way or waiting to be added up, for each worker; memory is bounded by them."""
+"""Most spans of each worker that run or wait to be added up, which bounds memory."""
 
 _numbers = count()
 

@@ -22,7 +22,7 @@ from loka_onnx.errors import BundleError
 
 
 def triton_form(source: BundledEngine) -> Form | Refusal:
-    """See `engines.triton.forms`."""
+    """Return the model of Triton's PyTorch backend for an engine, or why there is none."""
     engine = read_engine(source.path)
     names = [{port.name for port in ports} for ports in (engine.inputs, engine.outputs)]
     if names != [{spec.name for spec in specs} for specs in (source.inputs, source.outputs)]:

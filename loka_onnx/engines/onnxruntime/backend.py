@@ -105,7 +105,7 @@ class OnnxRuntimeBackend(Backend):
         return Availability(True, version, True, True, devices)
 
     def decline(self, plan: PrecisionPlan, architecture: str) -> str | None:
-        """Decline plans that the provider runs in another precision, or whose sites it does not report."""
+        """Decline plans that run otherwise or whose sites are not reported, and INT8 where sums saturate."""
         reason = why_declined(self.provider(architecture), plan) or self.foreign_format(plan, architecture)
         if reason or not plan.int8_sites or integer_instructions():
             return reason

@@ -22,7 +22,7 @@ CUDA_OPTIONS = ("use_tf32",)
 
 
 def triton_form(source: BundledEngine) -> Form | Refusal:
-    """See `engines.triton.forms`."""
+    """Return the model of Triton's ONNX Runtime backend for an engine, or why there is none."""
     provider = provider_for(source.entry.backend, source.entry.architecture)
     if provider.key == MIGRAPHX.key:
         return Refusal(

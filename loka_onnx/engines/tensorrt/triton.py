@@ -9,7 +9,7 @@ from loka_onnx.engines.triton.models import Fields, map_field
 
 
 def triton_form(source: BundledEngine) -> Form | Refusal:
-    """See `engines.triton.forms`."""
+    """Return the model of Triton's TensorRT backend for an engine, or why there is none."""
     model = model_of(source, ("tensorrt", "tensorrt_plan", "model.plan"), ())
     cuda: Fields = ()
     if model.sizes and not any(None in port.row_shape for port in model.inputs):
