@@ -24,7 +24,7 @@ from loka_onnx.core.plan import PrecisionPlan
 from loka_onnx.engines.base import Backend
 from loka_onnx.engines.device_lock import device_alone
 from loka_onnx.engines.registry import get_backend
-from loka_onnx.engines.request import BuildRequest, Limits
+from loka_onnx.engines.request import BuildLimits, BuildRequest
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.planning.costs import useful_flops
 from loka_onnx.sessions.backends import fusions_of
@@ -83,7 +83,7 @@ def build(engine: Engine, case: Case, rows: Arrays, target: str, directory: Path
         batch=BatchSizes(1, max(case.batches), max(case.batches), tuple(sorted(case.batches))),
         output=place / "engine",
         sample=sample,
-        limits=Limits(BUILD_SECONDS, 100 << 30),
+        limits=BuildLimits(BUILD_SECONDS, 100 << 30),
         options=dict(engine.options),
     )
     return Built(backend.build(request), request.output)

@@ -31,7 +31,7 @@ from loka_onnx.core.plan import Decision, PrecisionPlan, Verdict
 from loka_onnx.engines.device_lock import device_alone
 from loka_onnx.engines.inductor.backend import FUSE, STATIC
 from loka_onnx.engines.registry import get_backend
-from loka_onnx.engines.request import BuildRequest, Limits
+from loka_onnx.engines.request import BuildLimits, BuildRequest
 from loka_onnx.sessions.onnx_session import OnnxSession
 from loka_onnx.sessions.runner import Resident, Runner
 from loka_onnx.transforms.precision.apply_plan import PlanForm, apply_plan
@@ -128,7 +128,7 @@ class Comparison:
             batch=BatchSizes(1, serve[len(serve) // 2], max(serve), serve),
             output=place / "engine",
             sample=self.finished.directory / "calibration" / "sample.npz",
-            limits=Limits(300.0, int(self.options.memory_gb * 1e9)),
+            limits=BuildLimits(300.0, int(self.options.memory_gb * 1e9)),
             options={FUSE: 0, STATIC: 1, "max_autotune": 1, "search_launches": 1} if is_tuned else {FUSE: 0},
         )
         try:

@@ -45,7 +45,7 @@ from loka_onnx.core.digests import digest_file, digest_json
 from loka_onnx.core.engine import EngineArtifact
 from loka_onnx.core.job import BatchSizes
 from loka_onnx.engines.registry import get_backend
-from loka_onnx.engines.request import BuildRequest, Limits
+from loka_onnx.engines.request import BuildLimits, BuildRequest
 
 LEAST_SECONDS = 15.0
 """A build is not begun with less left than that."""
@@ -157,7 +157,7 @@ def _artifact(
             batch=BatchSizes(1, max(sizes), max(sizes), sizes),
             output=place / "engine",
             sample=variant.directory.parent / ROWS,
-            limits=Limits(seconds, MEMORY_BYTES),
+            limits=BuildLimits(seconds, MEMORY_BYTES),
             options=options,
         )
         return backend.build(request)

@@ -22,7 +22,7 @@ from benchmarks.pipeline.calibration_cost import BATCH, SPEC, TWO, Case, make_ca
 from benchmarks.processes import apart
 from benchmarks.recording import write_record
 from loka_onnx.calibration.calibrate import ProbeOptions, calibrate
-from loka_onnx.calibration.passes.executors import Executor, LocalExecutor
+from loka_onnx.calibration.passes.executors import BatchExecutor, LocalExecutor
 from loka_onnx.calibration.passes.ray_executor import RayExecutor
 from loka_onnx.core import serde
 from loka_onnx.core.digests import digest_json
@@ -45,7 +45,7 @@ class Run:
     digest: str
 
 
-def calibrated(case: Case, executor: Executor, rows: int | None) -> Profile:
+def calibrated(case: Case, executor: BatchExecutor, rows: int | None) -> Profile:
     """The whole of calibration over the first rows; all of them for None."""
     options = ProbeOptions(
         recipes=TWO, batch_size=BATCH, rows=rows, error_precision=None, executor=executor, synthetic=True

@@ -35,14 +35,14 @@ from loka_onnx.core.manifest import MANIFEST_NAME, BundleFile, EngineEntry, Mani
 from loka_onnx.core.rewrite import Part
 from loka_onnx.core.serde import STRICT
 from loka_onnx.engines.inductor.triton import rename_program
-from loka_onnx.engines.triton.forms import Form, Refusal, Source, form_of
+from loka_onnx.engines.triton.forms import BundledEngine, Form, Refusal, form_of
 from loka_onnx.engines.triton.models import (
     PARAMETER,
     VERSION,
     BackendModel,
     Ensemble,
+    EnsembleStep,
     ModelFile,
-    Step,
     TritonOptions,
     ports_of,
 )
@@ -218,19 +218,19 @@ class _Plan:
         runs = tuple(step.model for step in steps)
         return RepositoryModel(name, entry.id, model.backend, runs, form.remarks)
 
-    def _steps(self, entry: EngineEntry, model: BackendModel) -> tuple[Step, ...]:
+    def _steps(self, entry: EngineEntry, model: BackendModel) -> tuple[EnsembleStep, ...]:
         """From the bundle's inputs to its outputs."""
         cut = self._manifest.cut
         own = {port.tensor: port.name for port in (*model.inputs, *model.outputs)}
         outputs = {own[spec.name]: spec.name for spec in self._manifest.outputs}
         if entry.part is Part.WHOLE or cut is None:
-            return (Step(model.name, {own[i.name]: i.name for i in self._manifest.inputs}, outputs),)
+            return (EnsembleStep(model.name, {own[i.name]: i.name for i in self._manifest.inputs}, outputs),)
         lookup = self._lookup(cut, model.maximum)
         taken = [port.tensor for port in model.inputs]
         between = {spec.name: f"{LOOKED_UP}{spec.name}" for spec in cut.tensors}
         return (
-            Step(lookup, {name: name for name in cut.lookup_inputs}, between),
-            Step(model.name, {own[name]: between.get(name, name) for name in taken}, outputs),
+            EnsembleStep(lookup, {name: name for name in cut.lookup_inputs}, between),
+            EnsembleStep(model.name, {own[name]: between.get(name, name) for name in taken}, outputs),
         )
 
     def _lookup(self, cut: SparseCut, maximum: int) -> str:
@@ -255,7 +255,7 @@ class _Plan:
         self.models.append(replace(form.model, queues=False))
         return name
 
-    def _add_ensemble(self, name: str, steps: tuple[Step, ...], entry: EngineEntry) -> None:
+    def _add_ensemble(self, name: str, steps: tuple[EnsembleStep, ...], entry: EngineEntry) -> None:
         read = {tensor for step in steps for tensor in step.inputs.values()}
         inputs = tuple(spec for spec in self._manifest.inputs if spec.name in read)
         self.ensembles.append(
@@ -269,8 +269,8 @@ class _Plan:
             )
         )
 
-    def _source(self, entry: EngineEntry, name: str) -> Source:
-        return Source(
+    def _source(self, entry: EngineEntry, name: str) -> BundledEngine:
+        return BundledEngine(
             bundle=self._bundle,
             entry=entry,
             name=name,

@@ -26,7 +26,7 @@ from loka_onnx.calibration.effects.sensitivity import Sensitivities, Sensitivity
 from loka_onnx.calibration.effects.switchable import Switch
 from loka_onnx.calibration.observers.arithmetic import NORM_PRECISION, draw_factors
 from loka_onnx.calibration.observers.site_observers import recipes_for
-from loka_onnx.calibration.passes.executors import Executor, LocalExecutor
+from loka_onnx.calibration.passes.executors import BatchExecutor, LocalExecutor
 from loka_onnx.calibration.passes.probe import PassOptions, Probe, scales_of
 from loka_onnx.core.artifact import ModelArtifact, OutputSpec
 from loka_onnx.core.exact_sum import ExactSum
@@ -57,12 +57,12 @@ class ProbeOptions(PassOptions):
         scales: Activation scales; None for those of the ranges. Rows measured with the scales and recipes of
             a profile merge with it.
         only: Sites to calibrate; None for all.
-        synthetic: Whether the data was generated.
+        synthetic: True if the data was generated.
         open_verdicts: Called at each interim analysis of the sensitivity pass, which ends when no verdict is
             open. None for one analysis at the end.
-        magnitudes: Whether to measure the magnitudes of all tensors, as FP16 needs: one more inference pass.
+        magnitudes: True to measure the magnitudes of all tensors, which FP16 needs: one more inference pass.
         threads: Batches run at once, each on one thread; 0 for one per core.
-        executor: Where batches run; None for threads of this process.
+        executor: Executor of batches; None for threads of this process.
     """
 
     error_precision: float | None = 0.02
@@ -74,7 +74,7 @@ class ProbeOptions(PassOptions):
     open_verdicts: OpenVerdicts | None = None
     magnitudes: bool = False
     threads: int = 0
-    executor: Executor | None = None
+    executor: BatchExecutor | None = None
 
     def __post_init__(self) -> None:
         per_tensor = {r.precision for r in self.recipes if r.weight is Granularity.PER_TENSOR}

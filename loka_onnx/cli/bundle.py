@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from loka_onnx.bundle.format.archive import name_of, pack_bundle, verify_path
+from loka_onnx.bundle.format.archive import bundle_name, pack_bundle, verify_path
 from loka_onnx.bundle.format.archive import unpack as unpack_bundle
 from loka_onnx.bundle.inspection import inspect_bundle
 from loka_onnx.bundle.registry import (
@@ -30,7 +30,7 @@ from loka_onnx.cli.progress import reported
 from loka_onnx.cli.terminal import terminal_of
 from loka_onnx.engines.triton.models import TritonOptions
 from loka_onnx.errors import CheckFailed
-from loka_onnx.serving.server import Limits, ServeOptions
+from loka_onnx.serving.server import ServeOptions, ServerLimits
 from loka_onnx.serving.server import serve as run_server
 
 _DEFAULTS = TransferOptions()
@@ -156,7 +156,7 @@ def serve(  # noqa: PLR0913, PLR0917 - typer reads one parameter for each option
         trust=trust,
         keys=tuple(key or ()),
         threads=threads,
-        limits=Limits(body_bytes, _HELD_BODIES * body_bytes, max_waiting),
+        limits=ServerLimits(body_bytes, _HELD_BODIES * body_bytes, max_waiting),
         name=name,
         access_log=access_log,
     )
@@ -187,7 +187,7 @@ def export_triton(  # noqa: PLR0913, PLR0917 - typer reads one parameter for eac
     ] = 100,
 ) -> None:
     """Write a model repository of NVIDIA Triton Inference Server."""
-    options = TritonOptions(name or name_of(path), tuple(engine or ()), instances, queue_delay_us)
+    options = TritonOptions(name or bundle_name(path), tuple(engine or ()), instances, queue_delay_us)
     record, say = write_repository(path, repository, options), terminal_of(context).say
     say(("wrote ", "bold"), shown(repository))
     say(f"{record.name}: engine '{record.preferred}'")

@@ -29,7 +29,7 @@ from rich.text import Text
 from loka_onnx.cli.log_lines import Event
 from loka_onnx.cli.terminal import Terminal, print_words
 from loka_onnx.core.progress import Progress as WorkProgress
-from loka_onnx.pipeline.directory import Outcome
+from loka_onnx.pipeline.directory import StageOutcome
 from loka_onnx.pipeline.outlook import Outlook
 
 PIPE_SECONDS, RECORD_SECONDS = 30.0, 1.0
@@ -97,7 +97,7 @@ class StageReporter:
         """These stages are to come, in this order; some may turn out to be unnecessary."""
         self._to_come = list(stages)
 
-    def on_stage(self, stage: str, outcome: Outcome | None) -> None:
+    def on_stage(self, stage: str, outcome: StageOutcome | None) -> None:
         """A stage begins (None) or has ended."""
         with self._lock:
             self._drop_task()
@@ -195,4 +195,4 @@ def reported(terminal: Terminal, stage: str) -> Iterator[WorkProgress]:
         reporter.on_stage(stage, None)
         began = time.perf_counter()
         yield reporter.progress
-        reporter.on_stage(stage, Outcome(stage, False, time.perf_counter() - began))
+        reporter.on_stage(stage, StageOutcome(stage, False, time.perf_counter() - began))

@@ -17,7 +17,7 @@ from loka_onnx.operations.compare.difference import Difference
 from loka_onnx.report import ReportData
 
 
-class Document(StrEnum):
+class Published(StrEnum):
     """A document whose schema is published."""
 
     RUN = "run"
@@ -27,27 +27,27 @@ class Document(StrEnum):
     LOG = "log"
 
 
-_TYPES = {Document.PROFILE: Profile, Document.REPORT: ReportData, Document.RUN_COMPARISON: Difference}
+_TYPES = {Published.PROFILE: Profile, Published.REPORT: ReportData, Published.RUN_COMPARISON: Difference}
 
 
 def schema(
     context: typer.Context,
     document: Annotated[
-        Document,
+        Published,
         typer.Argument(
             help="run: the run file; profile: profile.json; report: report.json; run-comparison: what "
             "compare-runs writes, and `compare` and `bundle diff` print as JSON; log: a line of `--log json`."
         ),
-    ] = Document.RUN,
+    ] = Published.RUN,
 ) -> None:
     """Print the JSON Schema of the run file, for editors, or of what a run leaves, for programs."""
     terminal_of(context).out.out(schema_text(document))
 
 
-def schema_text(document: Document) -> str:
+def schema_text(document: Published) -> str:
     """The schema as it is printed, and published under `docs/`, without the last line's end."""
     if document in _TYPES:
         definition = serde.json_schema(_TYPES[document])
     else:
-        definition = run_file_schema() if document is Document.RUN else line_schema()
+        definition = run_file_schema() if document is Published.RUN else line_schema()
     return json.dumps(definition, indent=2)

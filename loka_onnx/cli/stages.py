@@ -40,7 +40,7 @@ ELSEWHERE = "elsewhere"
 
 
 def add_stage_verb(app: typer.Typer, stage: Stage) -> None:
-    """Register the verb of a stage."""
+    """Register the command that runs the stages up to this one, and shows what it left."""
     help_text, show = _VERBS[stage]
 
     def verb(

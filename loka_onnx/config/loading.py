@@ -16,7 +16,7 @@ from pydantic_core import ErrorDetails
 
 from loka_onnx.config.fields import FAULT
 from loka_onnx.config.schema import RunConfig, run_file_schema
-from loka_onnx.config.yaml_tree import Document, Loc, read_yaml
+from loka_onnx.config.yaml_tree import Loc, YamlDocument, read_yaml
 from loka_onnx.errors import Collected, ConfigError, SeveralErrors, UserError, nearest
 
 _INDEX = re.compile(r"\[(\d+)\]")
@@ -69,7 +69,7 @@ def build_run_config(
 
     `source` names the values in messages; `overrides` and errors as for `load_run_file`.
     """
-    document = _overridden(Document(source, _plain(values)), overrides or {})
+    document = _overridden(YamlDocument(source, _plain(values)), overrides or {})
     return _check(document, Path(directory), "run")
 
 
@@ -95,7 +95,7 @@ def parse_overrides(assignments: Sequence[str]) -> dict[str, object]:
     return result
 
 
-def _overridden(document: Document, overrides: Mapping[str, object]) -> Document:
+def _overridden(document: YamlDocument, overrides: Mapping[str, object]) -> YamlDocument:
     data, places = copy.deepcopy(document.data), dict(document.places)
     for key, value in overrides.items():
         place, node = f"override '{key}'", data
@@ -113,7 +113,7 @@ def _overridden(document: Document, overrides: Mapping[str, object]) -> Document
                 places[loc] = place
             node = node[step]
         places = {known: at for known, at in places.items() if known[: len(loc)] != loc} | {loc: place}
-    return Document(document.source, data, places)
+    return YamlDocument(document.source, data, places)
 
 
 def _no_such_place(place: str, loc: Loc, node: Any) -> ConfigError:
@@ -137,7 +137,7 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
-def _check(document: Document, directory: Path, default_name: str) -> RunConfig:
+def _check(document: YamlDocument, directory: Path, default_name: str) -> RunConfig:
     directory = directory.absolute()
     data = document.data
     if isinstance(data, dict):
@@ -192,7 +192,7 @@ _BOUNDS = {
 }
 
 
-def explain(error: ValidationError, document: Document) -> UserError:
+def explain(error: ValidationError, document: YamlDocument) -> UserError:
     """Return what does not fit the schema in a run file: one error for each key, in the file's order.
 
     Unknown keys come first, and then none is missing: they are often the misspelt forms of these.
@@ -236,7 +236,7 @@ def describe(value: Any) -> str:
     return repr(value)
 
 
-def _explain_one(item: ErrorDetails, document: Document) -> ConfigError:
+def _explain_one(item: ErrorDetails, document: YamlDocument) -> ConfigError:
     loc, kind, context = tuple(item["loc"]), item["type"], item.get("ctx", {})
     if kind == FAULT:
         return ConfigError(
@@ -288,7 +288,7 @@ def _remedy(item: ErrorDetails, loc: Loc) -> str:
     return f"the keys are {', '.join(_keys(()))}"
 
 
-def _unknown_key(loc: Loc, document: Document) -> ConfigError:
+def _unknown_key(loc: Loc, document: YamlDocument) -> ConfigError:
     key, choices, parent = str(loc[-1]), _keys(loc[:-1]), key_path(loc[:-1])
     homes = [f"`{top}`" for top in _keys(()) if key in (_keys((top,)) or _keys((top, 0)))]
     suggestion = nearest(key, choices)

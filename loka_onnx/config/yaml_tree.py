@@ -46,7 +46,7 @@ for _tag, _pattern, _first in (
 
 
 @dataclass(frozen=True)
-class Document:
+class YamlDocument:
     """Plain data of the file `source`, with ``file:line`` (`places`) of the key or list item at each path."""
 
     source: str
@@ -61,7 +61,7 @@ class Document:
         return self.source
 
 
-def read_yaml(text: str, source: str) -> Document:
+def read_yaml(text: str, source: str) -> YamlDocument:
     """Parse one YAML document.
 
     Raises ConfigError if it is not YAML, repeats a key, has a key that is no string or a tag of a Python
@@ -90,7 +90,7 @@ def read_yaml(text: str, source: str) -> Document:
             evidence=str(error).splitlines()[0],
             remedy="save it as plain UTF-8 text, nested no deeper than the schema asks",
         ) from error
-    return Document(source, data, reader.places)
+    return YamlDocument(source, data, reader.places)
 
 
 class _Reader:

@@ -138,7 +138,7 @@ class PlanCorrections:
 
     @property
     def accepted(self) -> Corrections:
-        """Corrections of the planned model; biases are kept for all outputs or for none."""
+        """Corrections to write into the planned model; biases are shared: kept if one output keeps them."""
         constants = tuple(
             OutputConstant(output.output, output.kind, output.after.constant)
             for output in self.outputs

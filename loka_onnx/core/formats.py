@@ -45,8 +45,6 @@ class NumberFormat:
         mantissa_bits: Stored ones above `min_normal`; None for integers, whose spacing is 1 throughout.
         min_normal: Smallest normal magnitude; 0 for integers.
         has_zero_point: Whether zero may be stored as another number (asymmetric quantization).
-        scale_type: Type of scales in the graph, as `onnx_type`: FP32.
-        block_size: Elements that share a scale along one axis; None for whole tensors or channels.
     """
 
     id: str
@@ -58,8 +56,6 @@ class NumberFormat:
     mantissa_bits: int | None = None
     min_normal: float = 0.0
     has_zero_point: bool = False
-    scale_type: int = 1
-    block_size: int | None = None
 
     @property
     def name(self) -> str:

@@ -41,14 +41,14 @@ MIXED = "mixed"
 """Kind of the plan whose sites run in the one or the other."""
 
 
-def kind_of(plan_id: str) -> str:
+def plan_kind(plan_id: str) -> str:
     """Return the first word of the id of a plan: ``fp8``, ``int8`` or ``mixed``, or the base."""
     return plan_id.partition("-")[0]
 
 
 def quantized_precisions(plan_id: str) -> tuple[Precision, ...]:
     """FP8 or INT8, by the kind of a plan; both of `MIXED`, none of a plan in high precision."""
-    return tuple(precision for precision in EIGHT_BITS if kind_of(plan_id) in {precision, MIXED})
+    return tuple(precision for precision in EIGHT_BITS if plan_kind(plan_id) in {precision, MIXED})
 
 
 @dataclass(frozen=True)
@@ -284,7 +284,7 @@ class Climb:
 
 @dataclass(frozen=True)
 class Climbs:
-    """The climbed ladders, each by the `kind_of` its plan."""
+    """The climbed ladders, each by the `plan_kind` its plan."""
 
     SCHEMA: ClassVar[str] = "climbs/2"
     __pydantic_config__ = STRICT

@@ -26,7 +26,7 @@ def silent(task: str, done: int, total: int) -> None:
     """Report nothing."""
 
 
-class Joined:
+class JoinedProgress:
     """Reports consecutive pieces of work, `total` units together, as one task."""
 
     def __init__(self, progress: Progress, total: int) -> None:

@@ -40,7 +40,7 @@ class ColumnRule:
 
 
 @dataclass(frozen=True)
-class Fault:
+class RowFault:
     """Rows that break a rule: `what` says how, of the column; `first_row` counts in the file."""
 
     rule: ColumnRule
@@ -50,7 +50,7 @@ class Fault:
     value: str
     remedy: str
 
-    def plus(self, other: Fault | None) -> Fault:
+    def plus(self, other: RowFault | None) -> RowFault:
         """Return this fault plus the rows of a later one of the same rule and breach."""
         same = other is not None and other.rule == self.rule and other.what == self.what
         return replace(self, count=self.count + other.count) if other is not None and same else self
@@ -64,7 +64,7 @@ class Fault:
         )
 
 
-def find_fault(rule: ColumnRule, raw: RawColumn, file_rows: Array) -> Fault | None:
+def find_fault(rule: ColumnRule, raw: RawColumn, file_rows: Array) -> RowFault | None:
     """Find the first breach (null, not finite, not whole, type, ids); `file_rows` (rows,) are of the file."""
     if rule.nullable:
         return None
@@ -86,7 +86,7 @@ def find_fault(rule: ColumnRule, raw: RawColumn, file_rows: Array) -> Fault | No
     return _conversion_fault(rule, raw, file_rows) or _id_fault(rule, raw, file_rows)
 
 
-def _conversion_fault(rule: ColumnRule, raw: RawColumn, file_rows: Array) -> Fault | None:
+def _conversion_fault(rule: ColumnRule, raw: RawColumn, file_rows: Array) -> RowFault | None:
     target, values = np.dtype(rule.dtype), raw.values
     if target.kind in "iu":
         if values.dtype.kind == "f" and not (whole := values == np.trunc(values)).all():
@@ -109,7 +109,7 @@ def _conversion_fault(rule: ColumnRule, raw: RawColumn, file_rows: Array) -> Fau
     return _fault(rule, raw, ~_whole_rows(inside), file_rows, what, remedy)
 
 
-def _id_fault(rule: ColumnRule, raw: RawColumn, file_rows: Array) -> Fault | None:
+def _id_fault(rule: ColumnRule, raw: RawColumn, file_rows: Array) -> RowFault | None:
     bounds = rule.ids
     known = list(dict.fromkeys(ids for ids in bounds if ids is not None))
     if not known:
@@ -146,8 +146,8 @@ def _whole_rows(mask: Mask) -> Mask:
     return mask if mask.ndim == 1 else np.asarray(mask.all(axis=1))
 
 
-def _fault(rule: ColumnRule, raw: RawColumn, bad: Mask, file_rows: Array, what: str, remedy: str) -> Fault:
+def _fault(rule: ColumnRule, raw: RawColumn, bad: Mask, file_rows: Array, what: str, remedy: str) -> RowFault:
     first = int(np.argmax(bad))
     null = raw.nulls is not None and bool(raw.nulls[first])
     value = "null" if null else str(raw.values[first].tolist())[:80]
-    return Fault(rule, what, int(bad.sum()), int(file_rows[first]), value, remedy)
+    return RowFault(rule, what, int(bad.sum()), int(file_rows[first]), value, remedy)

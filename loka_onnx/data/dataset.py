@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from loka_onnx.data.batch import Array, Batch, InputBinding
-from loka_onnx.data.checks import ColumnRule, Fault, RawColumn, find_fault
+from loka_onnx.data.checks import ColumnRule, RawColumn, RowFault, find_fault
 from loka_onnx.data.selection import HashRows, RowRange, RowSelection
 from loka_onnx.errors import Collected, ConfigError, DataError
 
@@ -159,7 +159,7 @@ class Dataset(ABC):
 
     def check(self, most: int | None = None) -> None:
         """Read every row, or `most` of them, and raise the first fault of each column, counted over these."""
-        rows, faults = self.rows if most is None else min(most, self.rows), dict[str, Fault]()
+        rows, faults = self.rows if most is None else min(most, self.rows), dict[str, RowFault]()
         for chunk in self._chunks(0, rows, 8 * _CHUNK_ROWS):
             for name, rule in self._rules.items():
                 fault = find_fault(rule, chunk.columns[name], chunk.file_rows)
@@ -363,7 +363,7 @@ class Dataset(ABC):
             if taken >= stop:
                 return
 
-    def _first_fault(self, chunk: _Chunk) -> Fault | None:
+    def _first_fault(self, chunk: _Chunk) -> RowFault | None:
         for name, rule in self._rules.items():
             fault = find_fault(rule, chunk.columns[name], chunk.file_rows)
             if fault is not None:

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import psutil
 
-from loka_onnx.engines.request import Limits
+from loka_onnx.engines.request import BuildLimits
 from loka_onnx.errors import OutputError
 
 POLL_SECONDS = 0.02
@@ -53,13 +53,13 @@ class ChildOutcome:
     seconds: float
     peak_bytes: int
 
-    def describe(self, limits: Limits) -> str:
+    def describe(self, limits: BuildLimits) -> str:
         """Describe the ending of a build in a sentence, with evidence and remedy."""
         options = {Ending.TIMED_OUT: "timeout_seconds", Ending.OUT_OF_MEMORY: "memory_gb"}
         option = options.get(self.ending)
         return self.ended(limits) + (f"; raise `build.{option}`" if option else "")
 
-    def ended(self, limits: Limits) -> str:
+    def ended(self, limits: BuildLimits) -> str:
         """Describe the ending, with evidence."""
         used = f"after {self.seconds:.1f} s, peak memory {self.peak_bytes / MIB:.0f} MiB"
         if self.ending is Ending.TIMED_OUT:
@@ -118,7 +118,7 @@ def cancelled_by(event: threading.Event) -> Iterator[None]:
 
 
 def run_child(
-    module: str, arguments: Sequence[str], log: Path, limits: Limits, waiting: Path | None = None
+    module: str, arguments: Sequence[str], log: Path, limits: BuildLimits, waiting: Path | None = None
 ) -> ChildOutcome:
     """Run ``python -m module arguments`` in a clean interpreter, under limits, with its output in a log. The
     child's whole process group has ended when this returns or is interrupted. While the file `waiting`
@@ -156,7 +156,7 @@ def run_child(
 
 
 def _watch(
-    process: subprocess.Popen[bytes], limits: Limits, waiting: Path | None
+    process: subprocess.Popen[bytes], limits: BuildLimits, waiting: Path | None
 ) -> tuple[Ending | None, int]:
     """Wait for the child without reaping it; return the exceeded limit, if any, and the peak memory."""
     cancelled: threading.Event | None = getattr(_thread, "cancelled", None)

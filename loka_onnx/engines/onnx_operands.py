@@ -29,7 +29,7 @@ PRODUCT_OPS = frozenset(
 
 
 @dataclass(frozen=True)
-class Source:
+class OperandSource:
     """Origin of an operand's values, which have `element_type` at the product: the FP8 type (`float8`) that
     they were rounded to, or the name of their folded float initializer (`constant`), if any.
     """
@@ -71,7 +71,7 @@ class OperandReader(GraphDraft):
                 return node
         return None
 
-    def operands(self, node: onnx.NodeProto) -> tuple[Source, ...]:
+    def operands(self, node: onnx.NodeProto) -> tuple[OperandSource, ...]:
         """Sources of a product's two factors (not a Gemm's bias), or of a norm's input."""
         factors = INTEGER_OPS.get(node.op_type, (0, 1) if node.op_type in PRODUCT_OPS else (0,))
         return tuple(self._source(node.input[index]) for index in factors)
@@ -104,15 +104,15 @@ class OperandReader(GraphDraft):
             return np.asarray(values * scale, np.float32)
         return None
 
-    def _source(self, tensor: str) -> Source:
+    def _source(self, tensor: str) -> OperandSource:
         if tensor in self.constants:
-            return Source(_type_name(self.kind(tensor)), constant=tensor)
+            return OperandSource(_type_name(self.kind(tensor)), constant=tensor)
         node, element = self.behind_layout(tensor), self._types.get(tensor, TensorProto.UNDEFINED)
         if node is None or node.op_type != "DequantizeLinear":
-            return Source(_type_name(element))
+            return OperandSource(_type_name(element))
         if element == TensorProto.UNDEFINED and node.input[1] in self.constants:
             element = self.kind(node.input[1])
-        return Source(_type_name(element), FLOAT8_NAMES.get(self.quantized_kind(node), ""))
+        return OperandSource(_type_name(element), FLOAT8_NAMES.get(self.quantized_kind(node), ""))
 
 
 def _type_name(kind: int) -> str:

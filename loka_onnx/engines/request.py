@@ -25,7 +25,7 @@ WAITING = "waiting"
 
 
 @dataclass(frozen=True)
-class Limits:
+class BuildLimits:
     """Positive limits at which a build is ended."""
 
     seconds: float = 900.0
@@ -63,7 +63,7 @@ class BuildRequest:
     output: Path
     sample: Path
     relative_to: Path | None = None
-    limits: Limits = field(default_factory=Limits)
+    limits: BuildLimits = field(default_factory=BuildLimits)
     options: dict[str, int] = field(default_factory=dict)
 
     @property

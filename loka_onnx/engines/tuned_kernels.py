@@ -122,10 +122,10 @@ class PreparedOperands:
             return lambda: cast(value, inverse)
         if not kernel.precision.is_quantized:
             activation = self._wide_activation
-            weights = cycle(copied(self._weight.bfloat16(), turns))
+            weights = cycle(weight_copies(self._weight.bfloat16(), turns))
             return lambda: torch.matmul(activation, next(weights))
         (a, scale_a), (b, scale_b) = self._rounded_activation(kernel), self._rounded_weight(kernel)
-        weights = cycle(copied(b, turns))
+        weights = cycle(weight_copies(b, turns))
         if kernel.precision is Precision.INT8 and self._device != CPU:
             product, scale = _integer_product(*b.shape), scale_a * scale_b
             return lambda: product(a, next(weights), scale)
@@ -191,7 +191,7 @@ def simulated_mm(
     return (values if bias is None else values + bias).to(dtype)
 
 
-def copied(weight: torch.Tensor, number: int) -> list[torch.Tensor]:
+def weight_copies(weight: torch.Tensor, number: int) -> list[torch.Tensor]:
     """Return a weight and copies of it, so many together."""
     import torch
 

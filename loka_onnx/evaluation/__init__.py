@@ -1,1 +1,1 @@
-"""Accuracy and latency of a built engine, never of a promise."""
+"""Accuracy and latency of built engines."""

@@ -49,7 +49,7 @@ DRIFT_LEVELS = (0.001, 0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 0.999)
 class Units:
     """Groups of rows that belong together, and slices that are judged apart, of the rows of a split.
 
-    With `curves`, calibration and drift are described too; without `metrics`, the change and a guarded AUC.
+    With `curves`, calibration and drift are included; without `metrics`, only the change and a guarded AUC.
     """
 
     grouping: Groups | None = None

@@ -32,10 +32,10 @@ ENOUGH_UNITS = 1000
 LARGE_SHARE = 0.1
 """Share of the rows beyond which one group makes the interval unreliable: at one half it covers 89 %."""
 AUC_WARNING = 1e-4
-"""Decrease of AUC, .01 points, that is warned of where the whole interval lies beyond it."""
+"""Decrease of AUC (.01 points) that is warned of if the whole interval lies beyond it."""
 
 SMALL_KL = 0.01
-"""Share of the budget below which nothing hangs on the tail of KL: it may be rounding noise of FP32."""
+"""Share of the budget below which the tail of KL is ignored: it may be rounding noise of FP32."""
 
 
 @dataclass(frozen=True)

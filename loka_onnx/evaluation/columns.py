@@ -15,7 +15,7 @@ from loka_onnx.errors import ConfigError, DataError, EvaluationError, InternalEr
 from loka_onnx.numerics.task_metrics import logits_from_probabilities, probabilities_from_logits
 
 PROBABILITY_SLACK = 1e-6
-"""How far outside [0, 1] a probability may lie: a few FP32 ulps of 1, for sigmoids that are approximated."""
+"""Largest distance of a probability from [0, 1]: a few FP32 ulps of 1, for approximated sigmoids."""
 
 Array = npt.NDArray[Any]
 Rows = npt.NDArray[np.float64]

@@ -20,10 +20,8 @@ REFERENCE = "reference"
 """Id of the exported model before mods, in ONNX Runtime on the CPU in FP32."""
 CERTIFICATION = "certification"
 REQUEST_ROWS = 256
-"""Rows of a request that accuracy is judged by, where engines take so many.
-
-Of 1,024, a sequence model (DIN) leaves the caches of a CPU, and a row takes up to twice as long.
-"""
+"""Rows of a request that accuracy is judged by, where engines take so many. With 1,024 rows a sequence model
+(DIN) no longer fits the caches of a CPU, and a row takes up to twice as long."""
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ MakeInputs = Callable[[int], Mapping[str, Array]]
 
 
 def from_host(run: Run) -> Prepare:
-    """Prepare requests that come as arrays, copies included."""
+    """Prepare requests from arrays on the host: copies to the device and back are timed."""
     return lambda inputs: Request(partial(run, inputs))
 
 
@@ -115,11 +115,11 @@ def measure_interleaved(
     device: str,
     counts_for_choice: bool,
 ) -> Interleaved:
-    """Time several engines, one request each in turns; time limits are per engine.
+    """Time several engines at each batch size, one request each in turns; time limits are per engine.
 
-    An engine that fails drops out, there and at later batch sizes; the others go on. Where no inputs can be
-    made, all have failed. Neither making inputs nor making requests of them is timed. Recorded are the
-    `device` and whether the speed is valid for the target.
+    An engine that fails is left out from that batch size on; all are, if the inputs cannot be made. Only
+    answering requests is timed. Latencies record the name of the `device`, and in `counts_for_choice` whether
+    they are valid for the target.
     """
     left = dict(engines)
     failures: dict[str, str] = {}

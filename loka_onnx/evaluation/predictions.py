@@ -30,7 +30,7 @@ class Streams:
         return self.run(inputs)
 
 
-def padded(run: Run, least: int) -> Run:
+def any_size(run: Run, least: int) -> Run:
     """Let an engine of at least `least` rows run any batch: a short one repeats rows, which are dropped."""
 
     def run_padded(inputs: Mapping[str, Array]) -> Mapping[str, Array]:

@@ -41,13 +41,13 @@ ALLOWED = 0.01
 BLOCKS = 20
 """Batches of consecutive requests that the spread is taken over."""
 FILLING = 0.1
-"""Part of a trial, its first, in which the queue fills."""
+"""First part of a trial, in which the queue fills."""
 FEWEST = 400
-"""Requests of a trial at least: 299 of which none takes too long show a 99th percentile at 95 %."""
+"""Fewest requests of a trial: 299 without a late one show a 99th percentile at 95 % confidence."""
 LOWEST = 0.05
-"""Part of the capacity below which no rate is tried: trials there take long and the queue is empty."""
+"""Lowest rate tried, as a part of the capacity: below, trials take long and the queue is empty."""
 LOWERED = 0.95
-"""What a rate that is not confirmed is multiplied by."""
+"""Factor by which a rate that is not confirmed is lowered."""
 _SPIN_SECONDS = 3e-4
 """A sleep may last this much too long; the rest is waited for without sleeping."""
 

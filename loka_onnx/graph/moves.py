@@ -132,14 +132,14 @@ _ARITHMETIC = frozenset({"Add", "Sub", "Mul", "Div", "Pow", "Min", "Max"})
 
 
 @dataclass(frozen=True)
-class Origin:
+class InputColumn:
     """A column of an input; 0 in an input (batch,)."""
 
     input: str
     column: int
 
 
-def column_origins(tensor: Tensor) -> tuple[Origin | None, ...]:
+def column_origins(tensor: Tensor) -> tuple[InputColumn | None, ...]:
     """Return the origin of each column of a tensor (batch, columns); None where it is no one input's column.
     Columns are followed back through elementwise functions, arithmetic with constants and joins along
     columns. Empty unless the tensor has two axes and a fixed number of columns.
@@ -149,12 +149,12 @@ def column_origins(tensor: Tensor) -> tuple[Origin | None, ...]:
         return ()
     node = producer(tensor)
     if node is None:
-        return tuple(Origin(tensor.name, column) for column in range(width))
+        return tuple(InputColumn(tensor.name, column) for column in range(width))
     origins = _through(node)
     return origins if len(origins) == width else (None,) * width
 
 
-def _through(node: Node) -> tuple[Origin | None, ...]:
+def _through(node: Node) -> tuple[InputColumn | None, ...]:
     """Return origins of a node's output columns, as far as its inputs are known."""
     if node.op in _ELEMENTWISE and all(map(is_constant, node.inputs[1:])):
         return column_origins(node.inputs[0])
@@ -165,7 +165,7 @@ def _through(node: Node) -> tuple[Origin | None, ...]:
         return tuple(origin for tensor in node.inputs for origin in column_origins(tensor))
     source = node.inputs[0]
     if node.op == "Unsqueeze" and producer(source) is None and not is_constant(source):
-        return (Origin(source.name, 0),) if len(source.shape or ()) == 1 else ()
+        return (InputColumn(source.name, 0),) if len(source.shape or ()) == 1 else ()
     return ()
 
 

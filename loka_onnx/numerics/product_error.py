@@ -38,7 +38,7 @@ class Rounding:
     weights: Sequence[Granularity] = (Granularity.PER_TENSOR, Granularity.PER_CHANNEL)
 
 
-class Product:
+class SampledProduct:
     """A product with a weight (K, N) to be measured on some of its output columns, under scales of the whole.
     `amax` (K,) is the largest magnitude of each input channel, over all rows that scales are made from;
     `units` (N,) are factors of the error and value of each output channel.

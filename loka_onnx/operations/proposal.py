@@ -48,7 +48,7 @@ _PASSING = frozenset(
 
 
 @dataclass(frozen=True)
-class Column:
+class SampledColumn:
     """A column of the data, by its first rows.
 
     `kind` is the NumPy kind of its values; ``?`` if no input takes them. `width` is the length of its lists,
@@ -146,7 +146,7 @@ def propose(
     )
     listed = {match.input: list(match.columns) for match in matches if match.columns != (match.input,)}
     document = {
-        "name": name_of(model),
+        "name": run_name(model),
         "model": {"onnx": os.path.relpath(model, home)},
         "outputs": outputs,
         "data": {"path": os.path.relpath(data, home), **splitting, **({"inputs": listed} if listed else {})},
@@ -156,7 +156,7 @@ def propose(
     return Proposal(document, matches, notes)
 
 
-def name_of(model: Path) -> str:
+def run_name(model: Path) -> str:
     """Name of a run: the file's, or that of its nearest folder whose name says something."""
     parts = (model.stem, *(folder.name for folder in model.absolute().parents))
     names = (re.sub(r"[^a-z0-9]+", "-", part.lower()).strip("-") for part in parts)
@@ -166,7 +166,7 @@ def name_of(model: Path) -> str:
 # Columns ------------------------------------------------------------------------------------------
 
 
-def _read(path: Path) -> tuple[int, dict[str, Column]]:
+def _read(path: Path) -> tuple[int, dict[str, SampledColumn]]:
     """Rows of a file, and its columns by name, in its order, as the first `SAMPLE_ROWS` rows show them."""
     with DataError(
         "E1640 the rows cannot be read", where=str(path), remedy="give a .parquet or an .npz file"
@@ -184,14 +184,14 @@ def _read(path: Path) -> tuple[int, dict[str, Column]]:
     return rows, {name: _column(name, values[:SAMPLE_ROWS]) for name, values in sample.items()}
 
 
-def _column(name: str, values: Array) -> Column:
+def _column(name: str, values: Array) -> SampledColumn:
     width = 0 if values.ndim == 1 else int(values.shape[1]) if values.ndim == 2 else -1
     numeric = values.dtype.kind in "iufb" and values.size > 0 and width >= 0
     kind = values.dtype.kind if numeric or values.dtype.kind in "MU" else "?"
     numbers = values.astype(np.float64) if numeric else np.zeros(0)
     numbers = numbers[np.isfinite(numbers)] if numbers.ndim == 1 else numbers
     is_scalar = width == 0 and numbers.size > 0
-    return Column(
+    return SampledColumn(
         name,
         kind,
         max(0, width),
@@ -219,7 +219,7 @@ def _array(column: Any) -> Array:
 
 def match_columns(
     inputs: Sequence[TensorSpec],
-    columns: Mapping[str, Column],
+    columns: Mapping[str, SampledColumn],
     labels: set[str],
     outside: set[str],
     bounds: Mapping[str, tuple[range | None, ...]],
@@ -231,11 +231,11 @@ def match_columns(
     """
     matches: dict[str, Match] = {}
 
-    def free(spec: TensorSpec) -> list[Column]:
+    def free(spec: TensorSpec) -> list[SampledColumn]:
         used = {name for match in matches.values() for name in match.columns}
         return [c for c in columns.values() if c.name not in used | labels and _fits(c, spec, bounds)]
 
-    def settle(rule: str, find: Callable[[TensorSpec, list[Column]], Sequence[str]]) -> None:
+    def settle(rule: str, find: Callable[[TensorSpec, list[SampledColumn]], Sequence[str]]) -> None:
         for spec in inputs:
             if spec.name not in matches and (names := tuple(find(spec, free(spec)))):
                 matches[spec.name] = Match(spec.name, names, rule)
@@ -259,7 +259,7 @@ def match_columns(
     )
 
 
-def _fits(column: Column, spec: TensorSpec, bounds: Mapping[str, tuple[range | None, ...]]) -> bool:
+def _fits(column: SampledColumn, spec: TensorSpec, bounds: Mapping[str, tuple[range | None, ...]]) -> bool:
     integers = np.dtype(spec.dtype).kind in "iu"
     if not column.is_number or (integers and column.kind == "f"):
         return False
@@ -268,7 +268,7 @@ def _fits(column: Column, spec: TensorSpec, bounds: Mapping[str, tuple[range | N
     return _width(spec) != 1 or all(_holds(column, one) for one in bounds.get(spec.name, ())[:1])
 
 
-def _holds(column: Column, ids: range | None) -> bool:
+def _holds(column: SampledColumn, ids: range | None) -> bool:
     return ids is None or (column.low >= ids.start and column.high < ids.stop)
 
 
@@ -277,7 +277,7 @@ def _width(spec: TensorSpec) -> int | None:
 
 
 def _stacked(
-    spec: TensorSpec, able: Sequence[Column], outside: set[str], bounds: Sequence[range | None]
+    spec: TensorSpec, able: Sequence[SampledColumn], outside: set[str], bounds: Sequence[range | None]
 ) -> list[str]:
     """All scalar columns that are left, where they are as many as the input is wide and hold its ids.
 
@@ -294,14 +294,14 @@ def _stacked(
     return []
 
 
-def _longest_end(spec: TensorSpec, able: Sequence[Column]) -> list[str]:
+def _longest_end(spec: TensorSpec, able: Sequence[SampledColumn]) -> list[str]:
     """The column with the longest name that ends the input's; exporters put the argument's name before it."""
     ends = [c for c in able if len(_letters(c.name)) > 1 and _letters(spec.name).endswith(_letters(c.name))]
     longest = max((len(_letters(c.name)) for c in ends), default=0)
     return _only(c for c in ends if len(_letters(c.name)) == longest)
 
 
-def _only(columns: Iterator[Column]) -> list[str]:
+def _only(columns: Iterator[SampledColumn]) -> list[str]:
     """The name of the only column; none of several."""
     names = [column.name for column in columns]
     return names if len(names) == 1 else []
@@ -311,7 +311,7 @@ def _letters(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
-def _nearest(name: str, able: Sequence[Column]) -> list[str]:
+def _nearest(name: str, able: Sequence[SampledColumn]) -> list[str]:
     by_letters = {_letters(column.name): column.name for column in able}
     return [by_letters[near] for near in get_close_matches(_letters(name), by_letters, 4, 0.0)]
 
@@ -321,7 +321,7 @@ def _nearest(name: str, able: Sequence[Column]) -> list[str]:
 
 def _outputs(
     graph: GraphModel,
-    columns: Mapping[str, Column],
+    columns: Mapping[str, SampledColumn],
     inputs: Sequence[TensorSpec],
     labels: Sequence[str],
     budget: float,
@@ -349,7 +349,7 @@ def _outputs(
         yield {"name": tensor.name, "kind": kind, "label": label and label.name, "budget": budget}
 
 
-def _kind(output: Any, label: Column | None) -> tuple[str, str]:
+def _kind(output: Any, label: SampledColumn | None) -> tuple[str, str]:
     if label is not None and not (label.is_binary or {label.low, label.high} <= {0.0, 1.0}):
         return "regression", f"the label has values from {label.low:g} to {label.high:g}"
     tensor = output
@@ -366,7 +366,7 @@ def _kind(output: Any, label: Column | None) -> tuple[str, str]:
 
 
 def _splitting(
-    columns: Mapping[str, Column], rows: int, notes: dict[str, str]
+    columns: Mapping[str, SampledColumn], rows: int, notes: dict[str, str]
 ) -> tuple[dict[str, Any], set[str]]:
     """The split and the group, and the columns that an input takes only by name."""
     times = [c.name for c in columns.values() if c.kind == "M" or _letters(c.name) in _TIMES]

@@ -10,7 +10,7 @@ from typing import Any
 from loka_onnx.config import RunConfig, build_run_config
 from loka_onnx.data.parquet import write_table
 from loka_onnx.errors import ConfigError
-from loka_onnx.operations.proposal import name_of, propose
+from loka_onnx.operations.proposal import propose, run_name
 from loka_onnx.pipeline.run import RunOptions, RunResult
 from loka_onnx.pipeline.run import run as run_pipeline
 
@@ -43,7 +43,7 @@ def run(
         return run_pipeline(source, data if isinstance(data, RunOptions) else options)
     model = Path(str(source))
     if not isinstance(data, str | Path):
-        data = write_table(data, Path.cwd() / "runs" / f"{name_of(model)}.parquet")
+        data = write_table(data, Path.cwd() / "runs" / f"{run_name(model)}.parquet")
     labels = [str(output["label"]) for output in outputs if output.get("label")]
     values = {**(overrides or {}), **({"outputs": list(map(dict, outputs))} if outputs else {})}
     config, guesses = proposed_config(model, Path(data), values, labels)

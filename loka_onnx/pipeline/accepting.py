@@ -1,4 +1,4 @@
-"""The first stages: export of the model, and everything about the inputs that a user must correct."""
+"""The first stages: export of the model, and checks of all inputs before the first long stage."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Accepted:
 def accept(
     settings: RunSettings, *, added: Path | None = None, goes_on: bool = True, most: int | None = None
 ) -> Accepted:
-    """Look at everything that a user must correct, before the first long stage, and raise all of it at once.
+    """Check all inputs of a run before its first long stage, and raise all errors at once.
 
     `added` is a file whose rows are to be added to the profile. Where all stages follow (`goes_on`), patterns
     of `plan.keep` and `plan.force` must name sites, which `export` lists, and there is an outlook. The first

@@ -21,14 +21,14 @@ CGROUP = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True)
 class Task(Generic[R]):
-    """Work of a name, done in a thread; what it runs is a child process of its own (`engines.isolation`)."""
+    """Named work of a thread, which runs it in a child process of its own (`engines.isolation`)."""
 
     name: str
     work: Callable[[], R]
 
 
 def how_many(asked_for: int | None, limit_bytes: int, available_bytes: int | None = None) -> int:
-    """Builds that may run at once: their memory limits together fit into what is free, and one always may.
+    """Return the number of builds that may run at once: as many as fit into free memory, at least one.
 
     `asked_for` is the user's limit; None for half of the cores, because compilers have threads of their own.
     """
@@ -91,7 +91,7 @@ def build_all(
             tell()
             for future in names:
                 if future.done():
-                    # One that has failed raises its error, while others are still being made.
+                    # The error of a failed task is raised before the next one is made.
                     future.result()
         for future in as_completed(names):
             future.result()

@@ -26,7 +26,7 @@ from loka_onnx.core.refinement import RefinedRun
 from loka_onnx.core.rewrite import Part, RewriteLog, RewriteLogs
 from loka_onnx.engines.base import Backend
 from loka_onnx.engines.cache import EngineCache
-from loka_onnx.engines.request import BuildRequest, Limits
+from loka_onnx.engines.request import BuildLimits, BuildRequest
 from loka_onnx.errors import EngineError, MissingPackage, TransformError
 from loka_onnx.pipeline.building import Task, build_all, how_many
 from loka_onnx.pipeline.correcting import Correcting
@@ -130,7 +130,7 @@ class EngineBuilder:
             for c, engine in zip(wanted, engines, strict=True)
         ]
         for place in () if self.is_addition else (self._root / JOBS).glob("*"):
-            # Jobs that nothing asks for any more go; a result took somebody's time, and stays.
+            # Jobs without a candidate are removed, unless they have a result: another host built it.
             if place.is_dir() and place.name not in self._jobs and not (place / RESULT).exists():
                 shutil.rmtree(place)
         parts = tuple(
@@ -140,9 +140,9 @@ class EngineBuilder:
         return Built(EngineSet(parts), RewriteLogs(self._logs))
 
     @property
-    def _limits(self) -> Limits:
+    def _limits(self) -> BuildLimits:
         limits = self._config.build
-        return Limits(limits.timeout_seconds, int(limits.memory_gb * 1e9))
+        return BuildLimits(limits.timeout_seconds, int(limits.memory_gb * 1e9))
 
     def _candidates(self, plans: PlanSet) -> Iterator[Candidate]:
         moot = moot_precisions(self._config)
@@ -156,7 +156,7 @@ class EngineBuilder:
                 if not plan.untouched:
                     yield Candidate(backend, target.device, architecture, plan, dict(options))
                 elif backend.untouched and (architecture != CPU or self._config.plan.plans is not None):
-                    # On a CPU, where it gains no time, only if it was asked for.
+                    # It gains no time on a CPU: only if the run file lists plans.
                     yield Candidate(
                         backend, target.device, architecture, plan, {**options, **backend.untouched}
                     )

@@ -35,8 +35,7 @@ from loka_onnx.transforms.precision.insert_qdq import check_decision
 FITTED_ROWS = 32_768
 """Calibration rows that constants are fitted to, at most: a mean is then known to .006 of its spread."""
 HOPELESS = 3.0
-"""Predicted KL over the budget from which on nothing is tried: no constant was seen to take off more than two
-thirds."""
+"""Predicted KL over the budget from which on nothing is tried: constants took off two thirds at most."""
 CORRECT = DocumentStage("correct", "corrections.json", CorrectionSet)
 SCRATCH = "calibration/instrumented"
 

@@ -165,7 +165,7 @@ def changes(before: Mapping[str, str], now: Mapping[str, str]) -> str:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class StageOutcome:
     """Outcome of a stage: an earlier result was taken over, or why not, and the wall time."""
 
     stage: str
@@ -184,7 +184,7 @@ class RunDirectory:
 
     path: Path
     record: RunRecord
-    on_stage: Callable[[str, Outcome | None], None] = field(default=lambda stage, outcome: None)
+    on_stage: Callable[[str, StageOutcome | None], None] = field(default=lambda stage, outcome: None)
     is_fresh: bool = False
     made: Path | None = None
     _last: str | None = field(default=None, init=False, repr=False)
@@ -263,7 +263,7 @@ class RunDirectory:
         self.on_stage(name, None)
         began = time.perf_counter()
         yield
-        self.on_stage(name, Outcome(name, False, time.perf_counter() - began))
+        self.on_stage(name, StageOutcome(name, False, time.perf_counter() - began))
 
     def stage(
         self,
@@ -298,7 +298,7 @@ class RunDirectory:
             else:
                 if not again or not again(value):
                     self._last = name
-                    self.on_stage(name, Outcome(name, True, 0.0))
+                    self.on_stage(name, StageOutcome(name, True, 0.0))
                     return value
         began = time.perf_counter()
         files = {file.relative_to(self.path).as_posix(): digest_file(file) for file in produce()}
@@ -309,7 +309,7 @@ class RunDirectory:
         self.record = replace(self.record, reads={**self.record.reads, name: parts})
         self._write((*others[:place], record, *others[place:]))
         self._last = name
-        self.on_stage(name, Outcome(name, False, seconds, because))
+        self.on_stage(name, StageOutcome(name, False, seconds, because))
         return load()
 
     def document(

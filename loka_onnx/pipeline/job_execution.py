@@ -28,7 +28,7 @@ from loka_onnx.engines.isolation import replace_directory, staged
 from loka_onnx.engines.registry import get_backend
 from loka_onnx.errors import EngineError, LokaError, MissingPackage, StageError, line_of
 from loka_onnx.evaluation.latency import LatencyOptions, measure_latency, prepared
-from loka_onnx.evaluation.predictions import padded, predict
+from loka_onnx.evaluation.predictions import any_size, predict
 from loka_onnx.pipeline.job_results import RESULT_DOCUMENT
 from loka_onnx.pipeline.jobs import RESULT, list_files, read_job, request_of
 from loka_onnx.pipeline.versions import library_versions
@@ -144,7 +144,7 @@ class _Execution:
         """The judged outputs on the rows of a split."""
         task = f"{self.job.plan.id} on {rows.split}"
         predicted = predict(
-            padded(runner.run, self.job.batch.minimum),
+            any_size(runner.run, self.job.batch.minimum),
             self._batches(rows),
             self.job.outputs,
             progress=lambda done: self.progress(task, done, rows.rows),

@@ -24,7 +24,7 @@ from loka_onnx.core.evaluation import InputPlace
 from loka_onnx.core.job import BuildJob, JobRows
 from loka_onnx.core.rewrite import Part
 from loka_onnx.engines.isolation import replace_directory, staged
-from loka_onnx.engines.request import BuildRequest, Limits
+from loka_onnx.engines.request import BuildLimits, BuildRequest
 from loka_onnx.errors import ModelError, UserError
 from loka_onnx.graph.storage import link_or_copy, model_files, read_proto
 
@@ -137,7 +137,7 @@ def request_of(job: BuildJob, directory: Path, output: Path) -> BuildRequest:
         output=output,
         sample=directory / job.sample,
         relative_to=output.parent,
-        limits=Limits(job.timeout_seconds, job.memory_bytes),
+        limits=BuildLimits(job.timeout_seconds, job.memory_bytes),
         options=dict(job.options),
     )
 

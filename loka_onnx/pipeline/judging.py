@@ -15,7 +15,7 @@ from pathlib import Path
 from loka_onnx.core.engine import BuildStatus, EngineArtifact, EngineSet
 from loka_onnx.core.evaluation import Evaluation, EvaluationSet, Latency
 from loka_onnx.core.plan import EIGHT_BITS
-from loka_onnx.core.progress import Joined
+from loka_onnx.core.progress import JoinedProgress
 from loka_onnx.core.rewrite import ModelSplit, Part, SharedUsers
 from loka_onnx.engines.device_lock import device_alone
 from loka_onnx.engines.registry import get_backend
@@ -31,7 +31,7 @@ from loka_onnx.evaluation.latency import (
     over_loads,
     prepared,
 )
-from loka_onnx.evaluation.predictions import Run, padded
+from loka_onnx.evaluation.predictions import Run, any_size
 from loka_onnx.pipeline.context import Context
 from loka_onnx.pipeline.directory import DocumentStage
 from loka_onnx.pipeline.job_results import ElsewhereRuns
@@ -46,7 +46,7 @@ from loka_onnx.sessions.runner import Arrays, Runner, SplitRunner, to_users
 PER_LOAD = LatencyOptions(warmup=3, min_repeats=3, max_repeats=30, max_seconds=0.6 / LOADS)
 """Limits of timing one engine at one batch size in one load; 0.6 seconds over the first `LOADS`."""
 PATIENCE = 60.0
-"""Seconds of timing the engines of a kind from which on none is loaded more than `LOADS` times."""
+"""After so many seconds of timing the engines of a kind, none is loaded more than `LOADS` times."""
 EVALUATE = DocumentStage("evaluate", "evaluation.json", EvaluationSet)
 JOB_TIMED_BYTES = 1 << 26
 """Most bytes of the generated rows that a build job carries for latencies; rows repeat beyond."""
@@ -114,7 +114,7 @@ class Judging:
         specs, rows = self.context.specs, split.data.rows
         earlier = {e.engine: e for e in (known.evaluations if known else ()) if e.split == split.name}
         run = [e for e in engines if e.was_run and e.id not in earlier]
-        progress = Joined(self.context.progress, (1 + len(run)) * rows)
+        progress = JoinedProgress(self.context.progress, (1 + len(run)) * rows)
         reference = self.context.reference(split, progress)
         evaluations = [judge_reference(split, reference, specs)]
         for engine in engines:
@@ -140,7 +140,7 @@ class Judging:
             runner = stack.enter_context(OnnxSession(place, SessionOptions(threads=1)))
         if engine.part is Part.DENSE:
             runner = SplitRunner(stack.enter_context(self.open_lookup()), runner)
-        run = padded(runner.run, self.context.config.batch.min)
+        run = any_size(runner.run, self.context.config.batch.min)
         return self.context.in_streams(run) if is_streamed else run
 
     def open_alone(self, engine: EngineArtifact) -> Runner:
@@ -300,7 +300,7 @@ class _Kind:
 
     @property
     def counts(self) -> bool:
-        """The latency is that of the target: its own device, nothing simulated."""
+        """True if latencies are those of the target: its own device, nothing simulated."""
         return self.is_target and not self.is_simulated
 
 

@@ -29,7 +29,7 @@ from loka_onnx.calibration.effects.switchable import Switch, SwitchableModel, wr
 from loka_onnx.config import PlanId
 from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.evaluation import EvaluationSet, OutputEvaluation
-from loka_onnx.core.plan import MIXED, Climb, Climbs, PrecisionPlan, kind_of
+from loka_onnx.core.plan import MIXED, Climb, Climbs, PrecisionPlan, plan_kind
 from loka_onnx.core.profile import Profile
 from loka_onnx.core.refinement import RefinedRun
 from loka_onnx.data import Dataset
@@ -58,7 +58,7 @@ def climb_ladders(context: Context, modified: ModelArtifact, profile: Profile) -
     """The sites of `fp8-safe`, `int8-safe` and `mixed`, as far as they compete → `ladder.json`."""
     splits, chosen, options = context.splits, context.config.plan, plan_options(context, modified)
     safe = (PlanId.FP8_SAFE, PlanId.INT8_SAFE, PlanId.MIXED)
-    wanted = [kind_of(plan) for plan in safe if plan in options.plans]
+    wanted = [plan_kind(plan) for plan in safe if plan in options.plans]
     if not wanted:
         context.directory.forget(LADDER.name)
         return Climbs()

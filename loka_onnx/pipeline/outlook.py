@@ -39,9 +39,9 @@ from loka_onnx.sessions.runner import stream_count
 ROWS, REQUEST = 4096, 256
 """Most rows of the trial, and of one of its requests, which lie at even distances in the split."""
 PASS_SECONDS = 1.0
-"""A pass of the trial takes no more rows than this allows."""
+"""Time limit of a pass of the trial, by which its rows are chosen."""
 BUILD_SECONDS, LOAD_SECONDS = 0.5, 0.1
-"""Of an engine of ONNX Runtime on an idle CPU; other builds are not known beforehand."""
+"""Of one engine of ONNX Runtime on an idle CPU; builds of other backends are not predicted."""
 FIXED_SECONDS = {
     "calibrate": 0.6,
     "mods": 0.6,
@@ -50,21 +50,21 @@ FIXED_SECONDS = {
     "correct": 0.1,
     "report": 0.3,
 }
-"""Of a stage without its passes, on an idle host."""
+"""Fixed part of a stage, without its passes, on an idle host."""
 SHARE = 2 / 3
 """Part of the budget that half an interval may take: the rest is for the change itself."""
 LARGE_BUDGET = 0.01
-"""A budget from which on a percentage may have been meant."""
+"""From this budget on, the user may have meant a percentage."""
 COPIES, TABLES = 35, 4
-"""Bytes of a run directory over those of its model without tables outside of it, and over those of tables."""
+"""Bytes of a run directory per byte of its model without external tables, and per byte of those tables."""
 
 
 @dataclass(frozen=True)
-class Trial:
+class TrialRun:
     """The exported model and its form in low precision, run on `rows` rows.
 
-    Seconds are of a row; `large_seconds` in a request of the largest timed size. `busy` is the time of work
-    over that on an idle host, `half_widths` are of the loss intervals by output, `unjudged` moved outputs.
+    Seconds are per row; `large_seconds` in requests of the largest timed size. `busy` is wall time over CPU
+    time, at least 1. `half_widths` are of the loss intervals, by output; `unjudged` outputs changed as well.
     """
 
     rows: int
@@ -85,7 +85,7 @@ class Outlook:
     advice: tuple[str, ...] = ()
 
     def lines(self) -> Iterator[str]:
-        """The advice, then the estimate in one line."""
+        """Yield the advice, then the estimate in one line, if there is one, with the three longest stages."""
         yield from (f"! {each}" for each in self.advice)
         if self.seconds:
             longest = sorted(self.seconds, key=self.seconds.__getitem__)[:-4:-1]
@@ -95,7 +95,7 @@ class Outlook:
 
 
 def look_ahead(context: Context) -> Outlook:
-    """Try the model on the first rows and tell what to expect; no seconds where it does not run so."""
+    """Try the model on the first rows and estimate the run; advice without seconds if the trial fails."""
     try:
         trial = _tried(context)
     except LokaError:
@@ -107,7 +107,7 @@ def look_ahead(context: Context) -> Outlook:
     return Outlook(_seconds(context, trial), unknown, advice)
 
 
-def _tried(context: Context) -> Trial:
+def _tried(context: Context) -> TrialRun:
     began, used = time.perf_counter(), time.process_time()
     model, specs = context.exported, context.specs
     sites, recipe = tuple(s for s in model.sites if s.is_fp8_able), planned_recipes(context.config)[0]
@@ -138,7 +138,7 @@ def _tried(context: Context) -> Trial:
     before, after = exact(inputs), low(inputs)
     others = sorted(before.keys() - known.outputs.keys())
     free = tuple(name for name in others if not np.array_equal(before[name], after[name]))
-    return Trial(split.rows, exact_seconds, low_seconds, large_seconds, busy, halves, free)
+    return TrialRun(split.rows, exact_seconds, low_seconds, large_seconds, busy, halves, free)
 
 
 def _timed(context: Context, split: Split, run: Run) -> tuple[Predictions, float]:
@@ -148,7 +148,7 @@ def _timed(context: Context, split: Split, run: Run) -> tuple[Predictions, float
     return predictions, (time.perf_counter() - began) / max(1, split.rows)
 
 
-def _seconds(context: Context, trial: Trial) -> dict[str, float]:
+def _seconds(context: Context, trial: TrialRun) -> dict[str, float]:
     config, rows = context.config, context.judged_rows
     calibration = min(context.splits.calibration.rows, config.calibration.rows or 1 << 60)
     formats = len({recipe.precision for recipe in planned_recipes(config)})
@@ -183,7 +183,7 @@ def _timing(request: float) -> float:
     return FIRST_LOADS * repeats * request
 
 
-def _accuracy(context: Context, trial: Trial) -> Iterator[str]:
+def _accuracy(context: Context, trial: TrialRun) -> Iterator[str]:
     for spec in context.specs:
         rows, half = context.judged_rows["certification"], trial.half_widths.get(spec.name, 0.0)
         width = half * math.sqrt(trial.rows / rows)

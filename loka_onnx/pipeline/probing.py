@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from loka_onnx.calibration.calibrate import OpenVerdicts, ProbeOptions, ProfiledModel, calibrate, update
-from loka_onnx.calibration.passes.executors import Executor, LocalExecutor
+from loka_onnx.calibration.passes.executors import BatchExecutor, LocalExecutor
 from loka_onnx.calibration.passes.probe import Probe, scales_of
 from loka_onnx.calibration.passes.ray_executor import RayExecutor
-from loka_onnx.config import Executor as ExecutorName
-from loka_onnx.config import PlanId, WeightGranularity
+from loka_onnx.config import Executor, PlanId, WeightGranularity
 from loka_onnx.core import serde
 from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.digests import digest_json
@@ -225,9 +224,9 @@ class Probing:
         was_stopped = settings.stop_when_decided and earlier.sampling.rows < min(most)
         return was_stopped and bool(self._open_verdicts(model, earlier))
 
-    def _executor(self) -> Executor:
+    def _executor(self) -> BatchExecutor:
         settings, threads = self.config.calibration, self.context.threads
-        if settings.executor is ExecutorName.RAY:
+        if settings.executor is Executor.RAY:
             return RayExecutor(settings.ray_address, threads)
         return LocalExecutor(threads)
 

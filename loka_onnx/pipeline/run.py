@@ -23,7 +23,7 @@ from loka_onnx.pipeline.accepting import accept
 from loka_onnx.pipeline.candidates import Built, build_engines
 from loka_onnx.pipeline.context import RunSettings
 from loka_onnx.pipeline.correcting import Correcting
-from loka_onnx.pipeline.directory import Outcome, RunDirectory
+from loka_onnx.pipeline.directory import RunDirectory, StageOutcome
 from loka_onnx.pipeline.emission import Results, choose_engines, emit_bundle, notes_of, write_report
 from loka_onnx.pipeline.judging import Judging
 from loka_onnx.pipeline.ladder_stage import attempt_again, climb_ladders
@@ -95,7 +95,7 @@ class Reporting:
 
     sign: Path | None = None
     progress: Progress = silent
-    on_stage: Callable[[str, Outcome | None], None] = field(default=lambda stage, outcome: None)
+    on_stage: Callable[[str, StageOutcome | None], None] = field(default=lambda stage, outcome: None)
     on_stages: Callable[[Sequence[str]], None] = field(default=lambda stages: None)
     on_outlook: Callable[[Outlook], None] = field(default=lambda outlook: None)
 

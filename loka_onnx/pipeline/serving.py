@@ -35,14 +35,14 @@ class Loaded:
 
 
 @dataclass(frozen=True)
-class Served:
+class EngineCopies:
     """Copies of an engine as servers use them, and the place of their inputs."""
 
     runs: Sequence[Run]
     inputs: InputPlace
 
     @classmethod
-    def of(cls, runners: Sequence[Runner], request: Arrays, wanted: InputPlace) -> Served:
+    def of(cls, runners: Sequence[Runner], request: Arrays, wanted: InputPlace) -> EngineCopies:
         """Return copies that take inputs from the wanted place, or from the host if they must.
 
         On the device one batch stays before each copy: another would overwrite what a request reads.
@@ -155,7 +155,7 @@ def _measure(judging: Judging, loaded: Loaded) -> Throughput:
             runners = [stack.enter_context(judging.open_alone(engine)) for _ in range(serving.streams)]
             drawn = (context.requests.generated(loaded.batch) for _ in range(INPUT_SETS))
             inputs = [judging.taken_by_engines(each, engine.part) for each in drawn]
-            served = Served.of(runners, inputs[0], serving.inputs)
+            served = EngineCopies.of(runners, inputs[0], serving.inputs)
             measured = replace(measured, inputs=served.inputs)
             rate = find_highest_rate(served.runs, inputs, options)
         except StageError as error:

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from loka_onnx.core.site import OtherProduct
 from loka_onnx.engines.isolation import Ending, run_child
-from loka_onnx.engines.request import Limits
+from loka_onnx.engines.request import BuildLimits
 from loka_onnx.errors import EngineError, ModelError
 from loka_onnx.export.preflight import Batches, Fault, Finding, preflight
 from loka_onnx.graph.id_bounds import id_bounds
@@ -30,7 +30,7 @@ from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
 
 ENDING_OPS = frozenset({"GRU", "LSTM"})
 """Operators by which ONNX Runtime is known to end the process."""
-_LIMITS = Limits(seconds=120.0)
+_LIMITS = BuildLimits(seconds=120.0)
 _BATCH = "loka-onnx: a batch of "
 """Text that the child prints before each batch."""
 

@@ -45,7 +45,7 @@ def tune_shapes(
     again: bool = False,
     progress: Progress = silent,
 ) -> TuningResult:
-    """Time kernels of shapes that are not known of this very device, or all `again`.
+    """Time kernels on shapes, except pairs already timed on this very device, unless `again` is set.
 
     Each time is stored as soon as it is measured. Raises UserError if the file is no timing database,
     OutputError if it cannot be written, EngineError if the device failed.

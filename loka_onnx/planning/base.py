@@ -1,4 +1,4 @@
-"""Base precision of a plan: of everything not in FP8, and nodes that stay in FP32; scales of its sites."""
+"""Base precision of a plan (of everything not quantized), nodes that stay in FP32, and scales of sites."""
 
 from __future__ import annotations
 

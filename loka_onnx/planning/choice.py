@@ -40,7 +40,7 @@ PROVISIONAL = "provisional: accuracy simulated here, speed not measured"
 OTHER_DEVICE = "provisional: accuracy measured on another device of the architecture, speed not measured"
 
 NOISE = 0.01
-"""Relative difference of latency that is not worth precision, however surely it was measured."""
+"""Relative difference of latency that is not worth precision, however certain it is."""
 MOST_NAMED = 5
 """From so many engines on, a reason counts them."""
 MARGIN = 0.03
@@ -51,8 +51,8 @@ MARGIN = 0.03
 class ChoiceOptions:
     """Options of choosing engines.
 
-    With `by_batch` a batch size may get an engine of its own, for a relative gain of at least `margin`. A
-    relative difference of `noise` counts for nothing, beside the spread of the measurement.
+    With `by_batch` a batch size may get an engine of its own, for a relative gain of at least `margin`.
+    Relative differences up to `noise` are ignored, in addition to the spread of the measurement.
     """
 
     by_batch: bool = True

@@ -46,11 +46,11 @@ from loka_onnx.planning.ladder import Ladder
 SHARES = (0.8, 0.15, 0.05)
 """Parts of certification's error that its attempts may use, in their order."""
 CHANCES = (0.9, 0.99, 0.999)
-"""Chance of passing certification that the rung of each attempt is expected to have."""
+"""Least chance of passing certification of the rung that each attempt takes."""
 MOST = 8
 """Rungs that are judged at most."""
 WORTH = 0.005
-"""Share of the FP8-able operations between two rungs that is not worth judging another one for."""
+"""Rungs less than this share of the FP8-able operations apart are not worth another judgement."""
 
 
 @dataclass(frozen=True)

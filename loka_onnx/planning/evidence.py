@@ -23,7 +23,7 @@ from loka_onnx.planning.expected_latency import expected_us, why_not_expected
 from loka_onnx.planning.speed import Speed, rivals
 
 FASTER_FIRST = (Precision.BF16, Precision.FP16, Precision.FP32)
-"""What is expected to be faster where nothing was measured; from the end, what has more precision."""
+"""Base precisions by expected speed, the fastest first, and by precision, the lowest first."""
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Expected latency of a plan, and the Pareto front of engines that were measured.
 
-The latency is that of the measured engine whose plan is most like it: common parts of two plans cancel; the
-difference is predicted by single kernel times, which show neither an engine's fusions nor concurrency. The
-fewer sites differ, the less rests on them. Nothing is predicted across a kernel that only one plan breaks up.
+It is the latency of the measured engine with the most similar plan, plus the difference of both plans by
+single kernel times. These show neither an engine's fusions nor concurrency: the fewer sites differ, the less
+rests on them. Nothing is predicted across a kernel that only one plan breaks up.
 """
 
 from __future__ import annotations

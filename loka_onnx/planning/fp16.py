@@ -37,11 +37,10 @@ from loka_onnx.graph.model import (
 from loka_onnx.graph.protected import Divisor, divisors, is_fp32
 
 MARGIN = 8.0
-"""How much further than on the calibration rows a tensor may reach: three of FP16's 40 binades. A model that
-is normalized has far more room than that; in one that is not, what lacks it is found."""
+"""Factor by which other rows may exceed the calibration rows: three of FP16's 40 binades. Normalized models
+have far more room; in others this finds the tensors that lack it."""
 FEW = 4
-"""Places that may stay in FP32 in an FP16 model; with more of them BF16, which needs no casts there,
-is the better base."""
+"""Most places that stay in FP32 in an FP16 model; with more, BF16 is better: it needs no casts there."""
 LARGEST = 65504.0
 SMALLEST_NORMAL = 2.0**-14
 BECOMES_ZERO = 2.0**-25

@@ -22,11 +22,11 @@ from loka_onnx.planning.patterns import find_places
 from loka_onnx.planning.policy import Planner, PlanOptions
 
 SURE = 0.99
-"""Chance to pass from which on a site is left whole: one that misses is lost, a cut costs few channels."""
+"""Chance of passing of a rung whose sites are left whole: a miss costs a site, a cut only some channels."""
 MOST = 0.5
-"""Part of its error that a site is cut down to at least."""
+"""Largest part of its error that a site may keep."""
 LEAST = 0.1
-"""Part of what would pass that is shared in any case: what is cut down so far may stand below others."""
+"""Least part of the affordable KL that the cut sites share: after the cut they may precede others."""
 FEWEST_CHANNELS = 32
 
 

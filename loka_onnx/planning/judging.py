@@ -41,9 +41,9 @@ from loka_onnx.core.site import Site, SiteKind
 from loka_onnx.planning.costs import Cost, Costs, allowed_kl
 
 NORM_ALLOWANCE = 0.1
-"""What all norms together may spend, as a part of what the products may."""
+"""KL that all norms together may cost, as a part of the allowance of the products."""
 HANDED_ON = 0.5
-"""Part of the risk that is with the bounds by which shares are handed on."""
+"""Part of the risk that goes to the bounds of reallocation."""
 
 Unit = frozenset[str]
 """Names of sites that are judged together."""
@@ -157,7 +157,7 @@ class _Judges:
 
     def products(self) -> dict[str, SiteVerdict]:
         verdicts: dict[str, SiteVerdict] = {}
-        # What is left of the allowance, by the upper ends of the costs and by the lower ones.
+        # The remaining allowance, by the upper and by the lower ends of the costs.
         surely = at_best = 1.0
         waiting: list[Unit] = []
         for unit in self._units:

@@ -19,7 +19,7 @@ from loka_onnx.core.plan import (
     Protection,
     SiteSpeed,
     Verdict,
-    kind_of,
+    plan_kind,
     quantized_precisions,
 )
 from loka_onnx.core.profile import Profile
@@ -38,7 +38,7 @@ from loka_onnx.planning.site_speed import DeviceTimings, SiteSpeeds
 
 _QUANTIZED = ("fp8-all", "fp8-safe", "int8-all", "int8-safe", MIXED)
 FAST = "fast"
-"""Last word of a plan that is made for each device by its kernel times."""
+"""Last word of the ids of plans that are made for each device by its kernel times."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def make_plans(
     planners = {kind: Planner(model, profile, outputs, recipes, options, kind) for kind in kinds}
     # Plans in high precision are the same for each.
     first = next(iter(planners.values()))
-    makers = ((name, planners.get(kind_of(name), first)) for name in options.plans)
+    makers = ((name, planners.get(plan_kind(name), first)) for name in options.plans)
     plans = tuple(plan for name, planner in makers for plan in planner.plans(name))
     notes = dict.fromkeys(note for planner in planners.values() for note in planner.notes)
     speeds = tuple(speed for kind, of in planners.items() if kind != MIXED for speed in of.speeds)
@@ -113,7 +113,7 @@ def _compared(plans: Sequence[PrecisionPlan], planners: Mapping[str, Planner]) -
     safe = [plan for plan in plans if plan.id.endswith("-safe")]
 
     def compared(decision: Decision, plan: PrecisionPlan) -> Decision:
-        ours = Precision(kind_of(plan.id))
+        ours = Precision(plan_kind(plan.id))
         for other in safe:
             there = other.decision(decision.site).precision
             if decision.precision.is_quantized or not there.is_quantized:
@@ -214,7 +214,7 @@ class Planner:
                 self._leave_out(search.why_nothing())
 
     def _unless_of_one_format(self, plan: PrecisionPlan) -> Iterator[PrecisionPlan]:
-        if kind_of(plan.id) == MIXED and plan.kind != MIXED:
+        if plan_kind(plan.id) == MIXED and plan.kind != MIXED:
             only = plan.kind.upper() or "none of both"
             self.notes.append(f"plan {MIXED} is left out: it would have sites in {only} alone")
         else:

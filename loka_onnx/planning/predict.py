@@ -43,7 +43,7 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Estimate:
-    """Time of a kernel on a shape, measured there or predicted.
+    """Microseconds of a kernel on a shape, measured there or predicted.
 
     `error_us` is the standard error: the spread of a measured time (0 where unknown), or the error seen when
     measured times are predicted.
@@ -63,7 +63,7 @@ class KernelModel:
         self._measured = {timing.shape: timing for timing in timings}
 
     def estimate(self, shape: Shape) -> Estimate | None:
-        """Return the time on a shape; None where it was not measured, nor enough others (`FEWEST`)."""
+        """Return the time on a shape: measured, or predicted from `FEWEST` or more others; else None."""
         known = self._measured.get(shape)
         if known is not None:
             return Estimate(self.kernel, known.us, True, known.spread_us or 0.0)

@@ -86,7 +86,7 @@ class SiteTime:
 
 
 @dataclass(frozen=True)
-class Source:
+class SiteInput:
     """Input tensor of a site, before layout operations.
 
     `fused_into` is the node that makes it, where its kernel quantizes as well; `made_by` the linear site that
@@ -266,11 +266,11 @@ class SiteSpeeds:
         return f"the product takes {products}, {cast} ({known} on {self.device}{whose})"
 
 
-def _source_of(graph: GraphModel, site: Site, fused: Collection[str], able: Collection[str]) -> Source:
+def _source_of(graph: GraphModel, site: Site, fused: Collection[str], able: Collection[str]) -> SiteInput:
     root = layout_root(graph.node(site.name).inputs[site.activation.index]).tensor
     maker = producer(root)
     if maker is None:
-        return Source(root.name, "")
+        return SiteInput(root.name, "")
     # As `transforms.precision.place_qdq`: where a backend fuses a Q at all, FP8 products end with one.
     makes = maker.name if fused and maker.name in able else ""
-    return Source(root.name, maker.name if maker.op in fused else "", makes)
+    return SiteInput(root.name, maker.name if maker.op in fused else "", makes)

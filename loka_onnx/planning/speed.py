@@ -39,11 +39,11 @@ from loka_onnx.core.evaluation import Evaluation, Latency
 from loka_onnx.core.intervals import Interval
 
 RISK = 0.05
-"""Of the interval of a ratio of two engines."""
+"""Risk that the interval of the ratio of two engines fails."""
 ANALYSES = {3: 0.004, 6: 0.012, 12: 0.004}
 """Loads of each analysis, and its risk of telling any two equal engines apart: 2 % over all."""
 FIRST_LOADS, LOADS, MOST_LOADS = ANALYSES
-"""Loads of every engine, of those between which these leave the choice open, and where some look apart."""
+"""Loads of all engines; of those between which the choice is then open; of all those if some look apart."""
 LOOKS_APART = 0.05
 """Relative difference of medians that is worth `MOST_LOADS`, and decides after them: for equal engines whose
 loads differ by 2 % it is five standard errors then."""

@@ -28,7 +28,7 @@ SCHEMA_VERSION = 1
 APPLICATION_ID = 0x4C4F4B41
 """`PRAGMA application_id` of a database: "LOKA" in ASCII."""
 WAIT_SECONDS = 60.0
-"""How long a writer waits for others."""
+"""Time limit of a writer's wait for others."""
 
 _TABLES = (
     "CREATE TABLE provenances (id INTEGER PRIMARY KEY, document TEXT NOT NULL UNIQUE)",

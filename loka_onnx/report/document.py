@@ -153,7 +153,7 @@ def can_be_drawn(interval: Interval | None) -> TypeGuard[Interval]:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class TargetVerdict:
     """The answer for one target; `stats` and `bars` are for the page, `facts` include all that they say."""
 
     target: str
@@ -170,7 +170,7 @@ class Document:
 
     title: str
     banner: str
-    verdicts: tuple[Verdict, ...]
+    verdicts: tuple[TargetVerdict, ...]
     sections: tuple[Section, ...]
     overview: Table | None = None
     about: str = ""

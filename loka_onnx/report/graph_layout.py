@@ -38,7 +38,7 @@ class GraphLayout:
     lines: dict[tuple[int, int], tuple[Point, ...]]
 
 
-def width_of(node: GraphNode) -> int:
+def box_width(node: GraphNode) -> int:
     """Width of the box of a node."""
     return OPERATOR_WIDTH if node.kind is NodeKind.OPERATOR and not node.sites else SITE_WIDTH
 
@@ -80,7 +80,7 @@ class _Net:
         for edge in graph.edges:
             targets[edge.source].append(edge.target)
         self.layers = _layers(targets)
-        self.widths = [width_of(node) for node in graph.nodes]
+        self.widths = [box_width(node) for node in graph.nodes]
         self.above: list[list[int]] = [[] for _ in graph.nodes]
         self.below: list[list[int]] = [[] for _ in graph.nodes]
         self.ways: dict[tuple[int, int], list[int]] = {}

@@ -13,7 +13,7 @@ from loka_onnx.core.model_graph import GraphNode, NodeKind
 from loka_onnx.core.plan import Decision, Verdict
 from loka_onnx.report import numbers
 from loka_onnx.report.data import ReportData
-from loka_onnx.report.graph_layout import NODE_HEIGHT, GraphLayout, Point, lay_out, width_of
+from loka_onnx.report.graph_layout import NODE_HEIGHT, GraphLayout, Point, box_width, lay_out
 from loka_onnx.report.site_tables import shown_plan
 from loka_onnx.report.webpage import environment
 
@@ -82,7 +82,7 @@ def _box(node: GraphNode, place: Point, decisions: Mapping[str, Decision]) -> _B
     if is_operator:
         precision = f" · {decision.precision}" if decision is not None else ""
         first, second = (node.name, f"{node.op}{precision}") if verdict else (node.op, "")
-    width = width_of(node)
+    width = box_width(node)
     room = int((width - 10 - (NODE_HEIGHT * 0.8 if verdict else 0)) / _LETTER)
     # The end of a name tells more than its beginning.
     labels = tuple(x if len(x) <= room else f"…{x[1 - room :]}" for x in (first, second) if x)

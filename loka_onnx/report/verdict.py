@@ -23,7 +23,7 @@ from loka_onnx.core.intervals import Interval
 from loka_onnx.core.plan import PrecisionPlan
 from loka_onnx.report import numbers
 from loka_onnx.report.data import BASELINES, ReportData
-from loka_onnx.report.document import BUDGET_TONES, BudgetBar, Cell, Stat, Tone, Verdict, can_be_drawn
+from loka_onnx.report.document import BUDGET_TONES, BudgetBar, Cell, Stat, TargetVerdict, Tone, can_be_drawn
 from loka_onnx.report.figures import (
     Place,
     Told,
@@ -58,7 +58,7 @@ class _Emitted:
     apart: str = ""
 
 
-def verdicts(data: ReportData) -> tuple[Verdict, ...]:
+def verdicts(data: ReportData) -> tuple[TargetVerdict, ...]:
     """One verdict per target."""
     return tuple(_verdict(data, choice) for choice in data.choice.targets)
 
@@ -157,13 +157,13 @@ def _standing(output: OutputEvaluation) -> Told:
     return told("{} ({})", status, NO_LABELS) if output.difference.delta_ne is None else status
 
 
-def _verdict(data: ReportData, choice: TargetChoice) -> Verdict:
+def _verdict(data: ReportData, choice: TargetChoice) -> TargetVerdict:
     engines = _emitted(choice)
     is_quantized = any(plan.quantized_sites for name in choice.plans if (plan := data.plan(name)) is not None)
     tone = Tone.GOOD if is_quantized and all(_is_within(data, e.engine) for e in engines) else Tone.WARN
     facts, speeds = tuple(_facts(data, choice, engines, is_quantized)), _speed_stats(data, choice)
     stats = (_plan_stat(data, choice), *speeds, *_cost_stats(data, choice), _latency_stat(data, choice))
-    return Verdict(choice.target, sentence(data, choice), facts, tone, stats, _bars(data, choice))
+    return TargetVerdict(choice.target, sentence(data, choice), facts, tone, stats, _bars(data, choice))
 
 
 def _facts(

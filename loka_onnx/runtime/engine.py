@@ -21,21 +21,21 @@ from loka_onnx.bundle.format.files import Sample
 from loka_onnx.core.manifest import EngineEntry, Manifest
 from loka_onnx.core.rewrite import INDEX, Part
 from loka_onnx.errors import DataError, EngineError, LokaError
-from loka_onnx.runtime.health import Health, Skipped, differences, in_line
+from loka_onnx.runtime.health import Health, Skipped, in_line, largest_differences
 from loka_onnx.runtime.metrics import EngineSeries, Metrics
 from loka_onnx.runtime.requests import (
     HOST,
     NOT_PLAIN,
     TORCH_HOST,
     Kind,
-    Layout,
+    RequestSpec,
     allocator,
     common_kind,
-    from_host,
     kind_of,
     plain_tensors,
     repeated,
     to_host,
+    to_kind,
     typed,
 )
 from loka_onnx.sessions.dlpack import CUDA, borrow
@@ -114,7 +114,7 @@ class Engine(AbstractContextManager["Engine"]):
         self._request = typed({**sample.inputs, **sample.looked_up}, self.inputs)
         self._expected = typed(sample.expected, self.outputs)
         whose = "model" if part is Part.WHOLE else "dense part"
-        self._layout = Layout(self.inputs, entry.batch, whose)
+        self._layout = RequestSpec(self.inputs, entry.batch, whose)
         self.shared = manifest.shared
         self._series = EngineSeries(entry.id, runner.served_sizes, entry.batch.max)
         self._gate = gate = _Gate()
@@ -264,7 +264,7 @@ class Engine(AbstractContextManager["Engine"]):
             self._layout.rows_of(self._request)
             with self._gate:
                 answer = self._runner.run(self._request)
-            moved = differences(self.outputs, answer, self._expected)
+            moved = largest_differences(self.outputs, answer, self._expected)
             # A NaN difference is a failure too.
             details += [
                 f"output '{n}' is off by {value:.3g}, the tolerance is {self.entry.tolerance[n]:.3g}"
@@ -358,9 +358,7 @@ class Engine(AbstractContextManager["Engine"]):
         """Answer a checked request in host memory, in arrays of a kind."""
         target, metrics = self.engine_for(rows), self.metrics
         outputs: Arrays = target._runner.run_checked(inputs, rows)
-        answer = (
-            outputs if kind is HOST else {name: from_host(value, kind) for name, value in outputs.items()}
-        )
+        answer = outputs if kind is HOST else {name: to_kind(value, kind) for name, value in outputs.items()}
         metrics.answered(target._series.of(rows), rows, perf_counter() - began)
         return answer
 

@@ -93,7 +93,7 @@ def in_line(error: Exception) -> str:
     return " ".join(said.split())
 
 
-def differences(
+def largest_differences(
     outputs: tuple[TensorSpec, ...],
     answer: Mapping[str, npt.NDArray[Any]],
     expected: Mapping[str, npt.NDArray[Any]],

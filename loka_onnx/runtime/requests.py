@@ -100,7 +100,7 @@ def to_host(value: Any, kind: Kind) -> npt.NDArray[Any]:
     )
 
 
-def from_host(array: npt.NDArray[Any], kind: Kind) -> Any:
+def to_kind(array: npt.NDArray[Any], kind: Kind) -> Any:
     """Convert an answer to a kind, sharing memory on the host."""
     if kind.library == TORCH:
         torch = sys.modules[TORCH]
@@ -138,7 +138,7 @@ def _torch_view(torch: Any, array: npt.NDArray[Any]) -> Any:
     return torch.from_numpy(array.view(f"i{array.itemsize}")).view(getattr(torch, array.dtype.name))
 
 
-class Layout:
+class RequestSpec:
     """Inputs of a request, prepared for comparison; `whose` names their owner in messages."""
 
     def __init__(self, specs: Sequence[TensorSpec], batch: BatchRange, whose: str) -> None:

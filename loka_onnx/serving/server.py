@@ -24,7 +24,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, NoReturn
 from urllib.parse import quote
 
-from loka_onnx.bundle.format.archive import name_of
+from loka_onnx.bundle.format.archive import bundle_name
 from loka_onnx.errors import ConfigError, DataError, EngineError, LokaError, MissingPackage
 from loka_onnx.runtime import Engine, Health, load
 from loka_onnx.serving.protocol import Card, read_request, to_text, write_answer
@@ -51,7 +51,7 @@ _CLOSE = {"Connection": "close"}
 
 
 @dataclass(frozen=True)
-class Limits:
+class ServerLimits:
     """Limits of a server: largest body, and sum of bodies without an answer; most requests that wait or run;
     longest time from the head of a request to its end, and for its rest at a shutdown.
     """
@@ -64,14 +64,14 @@ class Limits:
 
 
 def make_app(
-    engine: Engine, name: str, workers: ThreadPoolExecutor, limits: Limits | None = None
+    engine: Engine, name: str, workers: ThreadPoolExecutor, limits: ServerLimits | None = None
 ) -> Starlette:
     """Return the application, whose `app.state.close()` begins the shutdown; engine and workers stay open."""
     from starlette.applications import Starlette
     from starlette.exceptions import HTTPException
     from starlette.routing import Route
 
-    service = _Service(engine, name, workers, limits or Limits())
+    service = _Service(engine, name, workers, limits or ServerLimits())
     routes = [
         Route("/v2", service.server),
         Route("/v2/health/live", service.live),
@@ -94,7 +94,7 @@ def make_app(
 class _Service:
     """The endpoints. Counts of requests and bytes are changed by the event loop alone."""
 
-    def __init__(self, engine: Engine, name: str, workers: ThreadPoolExecutor, limits: Limits) -> None:
+    def __init__(self, engine: Engine, name: str, workers: ThreadPoolExecutor, limits: ServerLimits) -> None:
         from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
         kind = PurePosixPath(engine.entry.path).suffix.lstrip(".") or "engine"
@@ -337,7 +337,7 @@ class ServeOptions:
     trust: bool = False
     keys: tuple[Path, ...] = ()
     threads: int = 0
-    limits: Limits = field(default_factory=Limits)
+    limits: ServerLimits = field(default_factory=ServerLimits)
     name: str = ""
     access_log: bool = False
 
@@ -355,7 +355,7 @@ def serve(bundle: Path, options: ServeOptions, on_ready: Callable[[str, str], No
         import prometheus_client  # noqa: F401
         import starlette  # noqa: F401
         import uvicorn  # noqa: F401
-    name = options.name or name_of(bundle)
+    name = options.name or bundle_name(bundle)
     # Clients take the dots out of a path.
     if name in {"", ".", ".."} or "/" in name:
         raise ConfigError(

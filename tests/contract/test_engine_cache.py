@@ -20,7 +20,7 @@ from loka_onnx.core.job import BatchSizes
 from loka_onnx.engines import cache as cache_module
 from loka_onnx.engines.cache import EngineCache, cache_key
 from loka_onnx.engines.onnxruntime.backend import OnnxRuntimeBackend
-from loka_onnx.engines.request import BuildRequest, Limits
+from loka_onnx.engines.request import BuildLimits, BuildRequest
 from loka_onnx.errors import OutputError
 from loka_onnx.sessions import host_devices
 from loka_onnx.sessions.cuda import CudaDevice
@@ -105,7 +105,7 @@ def test_everything_that_a_build_depends_on_is_in_the_key(model, tmp_path):
         return cache_key(backend, replace(request, **changes))
 
     reworded = tuple(replace(decision, reason="said otherwise") for decision in model.plan.decisions)
-    assert key(output=tmp_path, relative_to=tmp_path, limits=Limits(1.0, 5), target="here") == key()
+    assert key(output=tmp_path, relative_to=tmp_path, limits=BuildLimits(1.0, 5), target="here") == key()
     assert key(plan=replace(model.plan, id="other", decisions=reworded)) == key()
     external = mlp(tmp_path / "m", Precision.FP32, Precision.FP32, fp8=False, shape=MlpShape(external=True))
     weights = external.path.with_name("model.onnx.data")

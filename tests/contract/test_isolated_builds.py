@@ -19,7 +19,7 @@ from loka_onnx.core.formats import Precision
 from loka_onnx.core.job import BatchSizes
 from loka_onnx.engines.isolation import interrupts_held
 from loka_onnx.engines.onnxruntime.backend import OnnxRuntimeBackend
-from loka_onnx.engines.request import Limits
+from loka_onnx.engines.request import BuildLimits
 from loka_onnx.errors import ConfigError, EngineError, ModelError
 
 MIB = 1 << 20
@@ -59,7 +59,9 @@ def test_a_faulty_engine_maker_fails_its_candidate_alone(backend, said, model, t
 
 def test_a_hang_ends_at_the_time_limit(model, tmp_path):
     started = time.monotonic()
-    artifact = faulty.Hangs().build(request_for(model, tmp_path / "engine", limits=Limits(1.5, 2048 * MIB)))
+    artifact = faulty.Hangs().build(
+        request_for(model, tmp_path / "engine", limits=BuildLimits(1.5, 2048 * MIB))
+    )
     assert time.monotonic() - started < 15
     assert artifact.status is BuildStatus.FAILED
     assert "ended at the time limit of 1.5 s" in artifact.detail
@@ -77,7 +79,7 @@ def test_the_process_group_ends_with_the_build(model, tmp_path):
 
 @pytest.mark.slow
 def test_a_killed_run_leaves_no_build_and_its_remains_are_removed(model, tmp_path):
-    request = request_for(model, tmp_path / "engine", limits=Limits(600.0, 2048 * MIB))
+    request = request_for(model, tmp_path / "engine", limits=BuildLimits(600.0, 2048 * MIB))
     serde.write(request, tmp_path / "request.json")
     code = (
         "import sys; from pathlib import Path; import faulty_backends as f; from loka_onnx.core import serde;"
@@ -114,7 +116,7 @@ def _is_alive(pid: int) -> bool:
 @pytest.mark.slow
 def test_memory_ends_at_the_limit(model, tmp_path):
     artifact = faulty.Allocates().build(
-        request_for(model, tmp_path / "engine", limits=Limits(60.0, 400 * MIB))
+        request_for(model, tmp_path / "engine", limits=BuildLimits(60.0, 400 * MIB))
     )
     assert artifact.status is BuildStatus.FAILED
     assert "ended at the memory limit of 400 MiB" in artifact.detail
@@ -154,7 +156,7 @@ def test_requests_that_make_no_sense_raise(model, tmp_path):
     with pytest.raises(ConfigError, match="1 <= min <= serve <= max"):
         BatchSizes(8, 4, 16)
     with pytest.raises(ConfigError, match="seconds 0"):
-        Limits(seconds=0)
+        BuildLimits(seconds=0)
 
 
 def test_opening_refuses_what_was_not_built(model, tmp_path):

@@ -6,7 +6,7 @@ from typing import Any
 
 from synthetic_runs import Workplace
 
-from loka_onnx.pipeline.directory import Outcome
+from loka_onnx.pipeline.directory import StageOutcome
 from loka_onnx.pipeline.run import RunOptions, Stage, run
 
 STAGES = [
@@ -23,7 +23,7 @@ def resumed(place: Workplace, until: Stage = Stage.BUNDLE) -> dict[str, bool]:
     """Whether each stage was taken over by one more run; the data are always checked anew."""
     seen: dict[str, bool] = {}
 
-    def note(stage: str, outcome: Outcome | None) -> None:
+    def note(stage: str, outcome: StageOutcome | None) -> None:
         if outcome is not None and stage != "check data":
             seen[stage] = outcome.reused
 

@@ -13,7 +13,7 @@ from synthetic_runs import finish, start, tree
 
 import loka_onnx
 from loka_onnx.errors import OutputError
-from loka_onnx.pipeline.directory import Outcome, locked
+from loka_onnx.pipeline.directory import StageOutcome, locked
 from loka_onnx.pipeline.run import RunOptions, Stage, run
 
 pytestmark = pytest.mark.slow
@@ -99,7 +99,7 @@ def test_a_second_run_is_kept_out_as_long_as_the_first_lives(place, command):
 
 
 def test_the_lock_ends_with_the_run_however_it_ends(place):
-    def fail(stage: str, outcome: Outcome | None) -> None:
+    def fail(stage: str, outcome: StageOutcome | None) -> None:
         if stage == "calibrate":
             raise KeyboardInterrupt
 

@@ -13,9 +13,9 @@ import pytest
 
 from loka_onnx.calibration.calibrate import ProbeOptions, calibrate
 from loka_onnx.calibration.passes.executors import (
+    BatchExecutor,
     BatchResult,
     BatchWork,
-    Executor,
     LocalExecutor,
     Span,
     spans_in_order,
@@ -43,7 +43,7 @@ class World:
     artifact: ModelArtifact
     data: Dataset
 
-    def profile(self, folder: Path, executor: Executor) -> Any:
+    def profile(self, folder: Path, executor: BatchExecutor) -> Any:
         """Everything that calibration measures, but the time it took."""
         folder.mkdir()
         options = ProbeOptions(
@@ -104,8 +104,8 @@ class Deadly(BatchWork[Any]):
         return deadly
 
 
-class DeadlyExecutor(Executor):
-    def __init__(self, inner: Executor, folder: Path, deaths: int) -> None:
+class DeadlyExecutor(BatchExecutor):
+    def __init__(self, inner: BatchExecutor, folder: Path, deaths: int) -> None:
         self.inner, self.folder, self.deaths = inner, folder, deaths
 
     def run(

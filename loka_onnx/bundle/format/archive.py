@@ -38,7 +38,7 @@ _NOT_OURS = "an archive of a bundle is written by `loka-onnx bundle pack` and by
 _MODE = 0o100644 << 16
 
 
-def name_of(bundle: Path) -> str:
+def bundle_name(bundle: Path) -> str:
     """Default name of a bundle: of its directory (``ranker-1.5``), or of its file without the suffix."""
     place = Path(os.path.realpath(bundle))
     return place.stem if place.is_file() else place.name

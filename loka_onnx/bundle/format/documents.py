@@ -63,7 +63,7 @@ def read_document(directory: Path, name: str, limit: int) -> bytes:
     except OSError as error:
         refuse(directory, f"'{name}' is missing", str(error))
     if not stat.S_ISREG(status.st_mode):
-        refuse(directory, f"'{name}' is not a regular file", kind_of(status.st_mode))
+        refuse(directory, f"'{name}' is not a regular file", file_type(status.st_mode))
     try:
         with os.fdopen(os.open(path, OPEN_PLAIN), "rb") as stream:
             size = os.fstat(stream.fileno()).st_size
@@ -128,7 +128,7 @@ def states_manifest(data: bytes) -> bool:
     return isinstance(schema, str) and schema.startswith(_ANY_MANIFEST)
 
 
-def kind_of(mode: int) -> str:
+def file_type(mode: int) -> str:
     """Name the type of a special file from its mode."""
     return _SPECIAL.get(stat.filemode(mode)[0], "a special file")
 

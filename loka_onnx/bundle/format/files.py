@@ -25,7 +25,7 @@ import onnx
 
 from loka_onnx.bundle.format.documents import (
     OPEN_PLAIN,
-    kind_of,
+    file_type,
     parse_document,
     pinned,
     read_document,
@@ -228,7 +228,7 @@ def _walk(directory: Path) -> Iterator[str]:
             elif stat.S_ISREG(mode):
                 yield path
             else:
-                refuse(directory, f"{path!r} is not a regular file", kind_of(mode))
+                refuse(directory, f"{path!r} is not a regular file", file_type(mode))
 
 
 def _verify_file(directory: Path, entry: BundleFile, digests: dict[tuple[int, int], str]) -> None:

@@ -46,7 +46,7 @@ class BlobPart:
 
 
 @dataclass(frozen=True)
-class Reference:
+class BundleReference:
     """A registry (neither name nor digest), or a bundle in it by its name or the SHA-256 of its manifest."""
 
     url: str
@@ -81,7 +81,7 @@ class NamedBundle:
     problem: str = ""
 
 
-def parse_reference(text: str) -> Reference:
+def parse_reference(text: str) -> BundleReference:
     """Read ``URL``, ``URL#name`` or ``URL#sha256:<digest of the manifest>``; `ConfigError` for others."""
     if re.search(r"://([^/]*:.*@|.*\?)", text, re.DOTALL):
         # Nothing of the text is shown: any of it may be secret.
@@ -97,15 +97,15 @@ def parse_reference(text: str) -> Reference:
         remedy = "give one like s3://bucket/bundles, gs://bucket/bundles or a directory"
         raise ConfigError(f"E1214 '{url}' is not the URL of a registry", evidence=evidence, remedy=remedy)
     if not separator:
-        return Reference(url)
+        return BundleReference(url)
     digest = which.removeprefix("sha256:")
     if digest == which:
         check_name(which)
-        return Reference(url, name=which)
+        return BundleReference(url, name=which)
     if not is_digest(digest):
         remedy = "give sha256: and 64 hexadecimal digits, as `bundle resolve` prints them"
         raise ConfigError(f"E1215 '{which}' is not a digest", where=url, remedy=remedy)
-    return Reference(url, digest=digest)
+    return BundleReference(url, digest=digest)
 
 
 def check_name(name: str) -> None:
@@ -187,7 +187,7 @@ def write_pointer(store: Store, name: str, digest: str) -> None:
     store.write(_key(name), serde.dumps(pointer).encode())
 
 
-def resolve_in(store: Store, reference: Reference) -> str:
+def resolve_in(store: Store, reference: BundleReference) -> str:
     """Digest of a reference's manifest; UserError without one, BundleInvalid for a damaged pointer."""
     if reference.digest is not None:
         return reference.digest

@@ -29,7 +29,7 @@ from loka_onnx.bundle.format.replace import check_replaceable, remove_leftovers,
 from loka_onnx.bundle.format.signature import MAX_SIGNATURE_BYTES, SIGNATURE_NAME, signature_bytes
 from loka_onnx.bundle.registry.names import (
     BlobPart,
-    Reference,
+    BundleReference,
     bundle_key,
     parse_reference,
     parts_of,
@@ -75,7 +75,7 @@ def push_bundle(
         return _push(directory, reference, store, again=again)
 
 
-def _push(directory: Path, reference: Reference, store: Store, *, again: bool) -> PushResult:
+def _push(directory: Path, reference: BundleReference, store: Store, *, again: bool) -> PushResult:
     threads = store.options.threads
     verified = verify_directory(directory)
     digest, blobs = digest_bytes(verified.text), distinct_files(verified.manifest)

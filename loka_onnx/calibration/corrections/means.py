@@ -18,12 +18,12 @@ import numpy.typing as npt
 import onnx
 
 from loka_onnx.calibration.passes.executors import (
+    BatchExecutor,
     BatchWork,
-    Executor,
     LocalExecutor,
     Span,
     first_rows,
-    rows_of,
+    span_rows,
     spans_in_random_order,
 )
 from loka_onnx.core.artifact import OutputSpec
@@ -47,7 +47,7 @@ class MeanRows:
     most: int = 32_768
     batch_size: int = 512
     seed: int = 0
-    executor: Executor = field(default_factory=LocalExecutor)
+    executor: BatchExecutor = field(default_factory=LocalExecutor)
     progress: Progress = silent
     first: int | None = None
 
@@ -106,7 +106,7 @@ class MeanObservers:
         work = _MeanWork(path, tuple(self._observers.values()), tuple(self._scores))
         tensors: dict[str, Values] = {}
         totals: dict[str, Values] = {}
-        done, total = 0, rows_of(rows.spans)
+        done, total = 0, span_rows(rows.spans)
         with closing(rows.executor.run(work, rows.data, rows.spans, rows.batch_size)) as results:
             for result in results:
                 of_tensors, of_scores = result.value

@@ -82,7 +82,7 @@ def as_scores(spec: OutputSpec, values: Array) -> Rows:
     return logits_from_probabilities(flat, spec.clip) if spec.kind is OutputKind.PROBABILITY else flat
 
 
-def loss_rows(spec: OutputSpec, exact: Rows, changed: Sequence[Rows], columns: Arrays) -> LossRows:
+def loss_terms(spec: OutputSpec, exact: Rows, changed: Sequence[Rows], columns: Arrays) -> LossRows:
     """Return the terms of the loss change from (rows,) scores: `exact`, and `changed` for each unit.
 
     Raises CalibrationError if a score, a label or a weight is not finite.

@@ -27,7 +27,7 @@ Units = Sequence[Collection[int]]
 _NOT_PASSED = {onnx.TensorProto.UNDEFINED, onnx.TensorProto.BFLOAT16, *FLOAT8_TYPES}
 """Types of tensors that do not pass between sessions."""
 _MOST_PASSED = 1 << 18
-"""Elements of a row that pass, 2 GiB for 2,048 rows in FP32: they are kept, where one session frees them."""
+"""Most elements per row that pass between parts, which keep them: 2 GiB for 2,048 rows in FP32."""
 
 
 @dataclass(frozen=True)

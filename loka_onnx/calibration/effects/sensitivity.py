@@ -34,13 +34,20 @@ from loka_onnx.calibration.effects.loss_totals import (
     RowTotals,
     as_scores,
     denominator_of,
-    loss_rows,
+    loss_terms,
     sum_batch,
 )
 from loka_onnx.calibration.effects.reached import Parts, write_parts
 from loka_onnx.calibration.effects.switchable import Switch, Unit, units_of, write_switchable
 from loka_onnx.calibration.observers.arithmetic import DRAW_ROWS, draw_factors
-from loka_onnx.calibration.passes.executors import BatchWork, Executor, Span, first_rows, rows_of, scattered
+from loka_onnx.calibration.passes.executors import (
+    BatchExecutor,
+    BatchWork,
+    Span,
+    first_rows,
+    scattered_spans,
+    span_rows,
+)
 from loka_onnx.calibration.passes.probe import PassOptions
 from loka_onnx.core.artifact import OutputSpec
 from loka_onnx.core.profile import (
@@ -116,7 +123,7 @@ class SensitivityWork(BatchWork[tuple[BatchLoss, ...]]):
             losses: list[BatchLoss] = []
             for spec in self.outputs:
                 scores = [as_scores(spec, each[spec.name]) for each in (exact, *changed)]
-                losses.append(sum_batch(loss_rows(spec, scores[0], scores[1:], batch.columns), groups))
+                losses.append(sum_batch(loss_terms(spec, scores[0], scores[1:], batch.columns), groups))
             return tuple(losses)
 
         return run
@@ -149,14 +156,14 @@ class SensitivityPass:
         subject: SwitchedModel,
         data: Dataset,
         options: PassOptions,
-        executor: Executor,
+        executor: BatchExecutor,
         progress: Progress = silent,
     ) -> None:
         self.subject, self.data, self.options = subject, data, options
         self.executor, self.progress = executor, progress
         self.units = units_of(GraphModel.load(subject.model), subject.switches)
         rows, most = options.rows_used(data.rows), options.sensitivity_rows
-        order = scattered(rows, options.batch_size, options.seed)
+        order = scattered_spans(rows, options.batch_size, options.seed)
         self._spans = first_rows(order, rows if most is None else most)
         self._drawn_spans = first_rows(self._spans, DRAW_ROWS, options.batch_size)
         self._factors = draw_factors(options.draws)
@@ -167,7 +174,7 @@ class SensitivityPass:
         """Run the first rows under moved scales, those of weights included; `scratch` is for graphs."""
         units = [self.units[position] for position in self._moved]
         by_factor: list[tuple[Rows, ...]] = []
-        rows = rows_of(self._drawn_spans)
+        rows = span_rows(self._drawn_spans)
         for number, factor in enumerate(self._factors[1:] if units else (), 1):
             work = self._work(scratch / f"switchable-{number}.onnx", units, factor)
             totals, done = self._new_totals(), (number - 1) * rows
@@ -186,7 +193,7 @@ class SensitivityPass:
         Without `open_sites` there is one analysis at the end. `drawn` is the result of `draws`.
         """
         task = "sensitivity" if open_sites is None else f"sensitivity{UNTIL}decided"
-        limit, drawn_rows = rows_of(self._spans), rows_of(self._drawn_spans)
+        limit, drawn_rows = span_rows(self._spans), span_rows(self._drawn_spans)
         schedule = StoppingSchedule(limit, may_stop=open_sites is not None)
         totals, draws = self._new_totals(), dict[tuple[int, int], Draws]()
         done = 0

@@ -122,7 +122,7 @@ class SwitchableModel:
     ) -> dict[str, npt.NDArray[Any]]:
         """Run with the sites `on` in low precision and all others exact; `outputs` None for all.
 
-        Of several switches of a site, the last one is meant.
+        Of several switches of a site, the last one counts.
         """
         vector = np.zeros(len(self.file.sites), dtype=np.bool_)
         vector[[self._index[site] for site in on]] = True

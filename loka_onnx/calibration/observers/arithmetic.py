@@ -39,14 +39,14 @@ from loka_onnx.numerics.rounding import fake_quantize as fake_quantize_array
 from loka_onnx.numerics.scales import round_up_to_bfloat16, weight_scales
 
 NORM_PRECISION = "bf16"
-"""What a norm is tried in: BF16 operands and results, FP32 statistics."""
+"""Precision that a norm is tried in: BF16 operands and results, FP32 statistics."""
 DRAW_ROWS = 4096
 """Rows that are run under moved scales."""
 STEPS_IN_OCTAVE = 5
 UNIFORM_SHARE = 1 / 8
 """Exponent of the factors on an integer grid."""
 MOST_DRAWS = 8
-"""More would only be near each other."""
+"""Scales of more noise seeds would be too close to each other."""
 
 Array = npt.NDArray[Any]
 
@@ -105,9 +105,9 @@ def quantized_product(
             continue
         weight, format = values_of(tensor).astype(np.float32), recipe.format.of_weights
         axis = channel_axis(operand)
-        scales = weight_scales(weight, recipe.weight, axis, format)
+        scales = moved_scales(weight_scales(weight, recipe.weight, axis, format), weight_factor, format)
         per_channel = axis if recipe.weight is Granularity.PER_CHANNEL else None
-        rounded = fake_quantize_array(weight, moved(scales, weight_factor, format), format, per_channel)
+        rounded = fake_quantize_array(weight, scales, format, per_channel)
         inputs[operand.index] = model.constant(f"{site.name}.weight_quantized", rounded)
     return model.add_like(node, inputs, f"{site.name}.quantized")
 
@@ -150,7 +150,7 @@ def draw_factors(draws: int) -> tuple[float, ...]:
     return tuple(2.0 ** (step / max(draws, STEPS_IN_OCTAVE)) for step in range(draws))
 
 
-def moved(scales: Array, factor: float, format: NumberFormat) -> Array:
+def moved_scales(scales: Array, factor: float, format: NumberFormat) -> Array:
     """Return scales of any shape times a factor, on the BF16 grid; unchanged for the factor 1."""
     if factor == 1.0:
         return scales
@@ -165,7 +165,7 @@ def moved_activations(scales: Scales, factor: float) -> dict[str, dict[str, floa
     def again(rounding: str, scale: float) -> float:
         if rounding.endswith(f"/{ZERO_POINT}"):
             return scale
-        return float(moved(np.array(scale), factor, FORMATS[rounding.partition("/")[0]]))
+        return float(moved_scales(np.array(scale), factor, FORMATS[rounding.partition("/")[0]]))
 
     return {
         rounding: {tensor: again(rounding, scale) for tensor, scale in known.items()}

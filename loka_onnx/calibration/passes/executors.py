@@ -56,14 +56,14 @@ def spans_in_random_order(rows: int, batch_size: int, seed: int) -> list[Span]:
     return [spans[position] for position in np.random.default_rng(seed).permutation(len(spans))]
 
 
-def scattered(rows: int, batch_size: int, seed: int) -> list[Span]:
+def scattered_spans(rows: int, batch_size: int, seed: int) -> list[Span]:
     """Return spans of all rows (at least 1), in whole batches, for a pass that may not need all of them.
 
     Files are sorted by time or user, so neighbours are alike; but reading a row decodes the rows before it,
-    so each position costs. The file is divided into spans of growing length at random positions, taken from
-    the shortest on: single batches, then 4096 rows, then a sixteenth of the rows taken before. No position
-    has much weight, and ten million rows are read from 150 positions. The division begins at a random row and
-    wraps around the end of the file; otherwise short spans would be too frequent at both ends.
+    so each position costs. Spans lie at random positions and grow: single batches, then 4096 rows, then at
+    most a sixteenth of the rows before. So no position has much weight, and ten million rows take 150
+    positions. The division begins at a random batch and wraps around the end of the file, which may cut a
+    span in two; otherwise short spans would be too frequent at both ends.
     """
     batches = -(-rows // batch_size)
     lengths = np.array(_lengths(batches, batch_size))
@@ -103,7 +103,7 @@ def first_rows(spans: Iterable[Span], rows: int, batch_size: int = 1) -> list[Sp
     return taken
 
 
-def rows_of(spans: Iterable[Span]) -> int:
+def span_rows(spans: Iterable[Span]) -> int:
     """Return the rows that spans hold."""
     return sum(span.rows for span in spans)
 
@@ -137,7 +137,7 @@ class ReductionWork(BatchWork[Outputs]):
         return lambda batch: reduced_only(session.run(batch.inputs))
 
 
-class Executor(ABC):
+class BatchExecutor(ABC):
     """Runs batches; a context manager that releases its resources."""
 
     @abstractmethod
@@ -160,7 +160,7 @@ class Executor(ABC):
         self.close()
 
 
-class LocalExecutor(Executor):
+class LocalExecutor(BatchExecutor):
     """Runs several batches at once in this process, each on one thread; 0 threads for one batch per core."""
 
     def __init__(self, threads: int = 0) -> None:
@@ -169,7 +169,7 @@ class LocalExecutor(Executor):
     def run(
         self, work: BatchWork[R], data: Dataset, spans: Iterable[Span], batch_size: int
     ) -> Generator[BatchResult[R]]:
-        """See `Executor.run`."""
+        """See `BatchExecutor.run`."""
         run = work.open()
         batches = (
             batch

@@ -18,13 +18,13 @@ from loka_onnx.calibration.observers.reductions import BatchTotals
 from loka_onnx.calibration.observers.sampling import sampling_stride
 from loka_onnx.calibration.observers.site_observers import observe_errors, observe_magnitudes, observe_ranges
 from loka_onnx.calibration.passes.executors import (
+    BatchExecutor,
     BatchResult,
     BatchWork,
-    Executor,
     LocalExecutor,
     ReductionWork,
     Span,
-    rows_of,
+    span_rows,
     spans_in_order,
     spans_in_random_order,
 )
@@ -49,16 +49,14 @@ class PassOptions:
     Attributes:
         batch_size: Rows of one pass through the graph.
         rows: Rows, the first of the data set; None for all.
-        range_rows: Least rows that ranges are taken from, in spans in random order; None for all. One of n
-            rows drawn alike exceeds the amax of the others with probability 1/n: so often a scale from fewer
-            rows saturates.
-        error_precision: Half width of the 95 % interval of each relative error over its value at which the
-            error pass may end, after eight spans in random order or more. Where few rows hold most of the
+        range_rows: Least rows that ranges are taken from, in spans in random order; None for all. A further
+            row exceeds the amax of n rows, and saturates, with probability 1/(n + 1).
+        error_precision: The error pass may end, after at least eight spans in random order, when the 95 %
+            interval of each error has this half width relative to its value. Where few rows hold most of the
             error, ask for all rows. None for all rows, in file order.
         sensitivity_rows: Most rows of the sensitivity pass; None for all.
         group: Column of rows that belong together; None where rows are independent.
-        beside: Further rows that ranges alone are taken from, without their labels: a value of an input that
-            few rows have may be in none of the others.
+        beside: Further rows, without their labels, for ranges alone: they may hold rare input values.
         draws: Noise seeds of the rounding (`observers.arithmetic`); 1 for the scales themselves only.
     """
 
@@ -119,7 +117,7 @@ class Probe:
         sites: tuple[Site, ...],
         data: Dataset,
         options: PassOptions | None = None,
-        executor: Executor | None = None,
+        executor: BatchExecutor | None = None,
         progress: Progress = silent,
     ) -> None:
         self.model, self.sites, self.data, self.progress = model, sites, data, progress
@@ -127,7 +125,7 @@ class Probe:
         self.executor = executor or LocalExecutor()
         self.rows = self.options.rows_used(data.rows)
         self._ranged = [(each, self.options.range_spans(each.rows)) for each in (data, *self.options.beside)]
-        self.range_rows = sum(rows_of(spans) for _, spans in self._ranged)
+        self.range_rows = sum(span_rows(spans) for _, spans in self._ranged)
 
     def ranges(self, scratch: Path) -> dict[str, RangeStats]:
         """Return the range of every activation that a site reads, by tensor name, over `range_rows`.
@@ -198,7 +196,7 @@ class Probe:
         self, work: BatchWork[R], parts: Sequence[tuple[Dataset, Sequence[Span]]], task: str
     ) -> Generator[tuple[BatchResult[R], str]]:
         """Yield each batch, and what messages call it."""
-        size, done, total = self.options.batch_size, 0, sum(rows_of(spans) for _, spans in parts)
+        size, done, total = self.options.batch_size, 0, sum(span_rows(spans) for _, spans in parts)
         for data, spans in parts:
             batches = -(-self.options.rows_used(data.rows) // size)
             numbers = (n for span in spans for n in range(span.start // size, -(-span.stop // size)))

@@ -19,21 +19,21 @@ from itertools import count, islice
 from pathlib import Path
 from typing import Any, TypeVar
 
-from loka_onnx.calibration.passes.executors import BatchResult, BatchWork, Executor, Span
+from loka_onnx.calibration.passes.executors import BatchExecutor, BatchResult, BatchWork, Span
 from loka_onnx.data import Batch, Dataset
 from loka_onnx.errors import CalibrationError, ConfigError, LokaError, MissingPackage, line_of
 
 R = TypeVar("R")
 
 RETRIES = 3
-"""Times that a span is run again because its worker died."""
+"""Retries of a span whose worker died."""
 IN_FLIGHT = 2
-"""Spans under way or waiting to be added up, for each worker; memory is bounded by them."""
+"""Most spans of each worker that run or wait to be added up, which bounds memory."""
 
 _numbers = count()
 
 
-class RayExecutor(Executor):
+class RayExecutor(BatchExecutor):
     """Runs spans of batches as tasks of a Ray cluster, which it connects to at first use.
 
     `address` is of the cluster that this machine belongs to, as in ``10.0.0.5:6379``, or ``auto``; None
@@ -60,7 +60,7 @@ class RayExecutor(Executor):
     def run(
         self, work: BatchWork[R], data: Dataset, spans: Iterable[Span], batch_size: int
     ) -> Generator[BatchResult[R]]:
-        """See `Executor.run`. Raises CalibrationError if a worker finds no file, or workers keep dying."""
+        """See `BatchExecutor.run`. CalibrationError if a worker finds no file, or workers keep dying."""
         ray = self._connected()
         task = ray.remote(num_cpus=1, max_retries=RETRIES)(_run_span)
         key = f"{socket.gethostname()}.{os.getpid()}.{next(_numbers)}"

@@ -31,7 +31,7 @@ from loka_onnx.engines.inductor.lowering.strategies import (
     Tile,
     TiledProduct,
 )
-from loka_onnx.engines.tuned_kernels import calls_in_turn, copied, copies_in_turn
+from loka_onnx.engines.tuned_kernels import calls_in_turn, copies_in_turn, weight_copies
 from loka_onnx.engines.tuning import graph_timer
 
 TILES = (
@@ -279,7 +279,7 @@ def with_weights_in_turn(product: Factors) -> list[Factors]:
     kernel, which made a faster engine (227 for 251 µs: Wukong small in BF16 at 256, H100).
     """
     weight = product.b.t().contiguous()
-    weights = copied(weight, copies_in_turn(weight.numel() * weight.element_size()))
+    weights = weight_copies(weight, copies_in_turn(weight.numel() * weight.element_size()))
     return [product, *(replace(product, b=each.t()) for each in weights[1:])]
 
 

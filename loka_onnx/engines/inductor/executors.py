@@ -54,7 +54,7 @@ class Placement:
     captured: bool
 
 
-class Executor(ABC):
+class ProgramExecutor(ABC):
     """Runs the programs of an engine, `calls` by name, one placement at a time; not thread-safe."""
 
     captures: bool = False
@@ -106,7 +106,7 @@ class Executor(ABC):
         return [self._torch.from_numpy(np.require(value, dtype, ["C", "W"])) for value, dtype in values]
 
 
-class HostExecutor(Executor):
+class HostExecutor(ProgramExecutor):
     """Runs programs on the CPU."""
 
     def run(self, placement: Placement, inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
@@ -185,7 +185,7 @@ class Staging:
     targets: Callable[[int], Mapping[str, npt.NDArray[Any]]]
     captured: Captured
     fetched: tuple[npt.NDArray[Any], ...]
-    owner: Executor
+    owner: ProgramExecutor
 
     def fill(self, piece: Piece, inputs: Mapping[str, npt.NDArray[Any]]) -> None:
         """Write the rows of a piece; values of narrow columns are not checked."""
@@ -208,7 +208,7 @@ class Staging:
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedSize:
     """A batch size that is served by CUDA graphs: `compute` launches its kernels on `inputs`, views of the
     device's buffers by name, and returns the outputs; `captured` is the graph of the kernels alone, for rows
     on the device; requests from host memory are written to `staging`.
@@ -220,7 +220,7 @@ class Served:
     staging: Staging
 
 
-class GraphExecutor(Executor):
+class GraphExecutor(ProgramExecutor):
     """Runs programs on a GPU, by CUDA graphs for served batch sizes; closes `gpu`."""
 
     captures = True
@@ -229,7 +229,7 @@ class GraphExecutor(Executor):
         super().__init__(torch, engine, calls)
         self._gpu = gpu
         self.device, self.stream = int(gpu.device.index or 0), gpu.stream
-        self._served: dict[int, Served] = {}
+        self._served: dict[int, ServedSize] = {}
         self._stagings: WeakSet[Staging] = WeakSet()
         with gpu.active():
             room = (blocks_of(engine.inputs, engine.graph_sizes[-1])[-1].end,)
@@ -406,7 +406,7 @@ class GraphExecutor(Executor):
         self._stagings.add(staging)
         return staging
 
-    def _prepare(self, size: int) -> Served:
+    def _prepare(self, size: int) -> ServedSize:
         program = next(p for p in self._engine.programs if p.minimum <= size <= p.maximum)
         call, views = self._calls[program.name], {}
         for block in blocks_of(self._engine.inputs, size):
@@ -419,7 +419,7 @@ class GraphExecutor(Executor):
 
         captured = self._capture(size, compute, warm_ups=WARM_UPS)
         staging = self._staging(self._host, size, compute, captured.outputs)
-        return Served(compute, inputs, captured, staging)
+        return ServedSize(compute, inputs, captured, staging)
 
     def _capture(self, size: int, work: Callable[[], Sequence[Tensor]], *, warm_ups: int) -> Captured:
         with EngineError(

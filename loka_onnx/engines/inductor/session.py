@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from loka_onnx.core.devices import CPU
-from loka_onnx.engines.inductor.executors import Call, Executor, GraphExecutor, HostExecutor, Placement
+from loka_onnx.engines.inductor.executors import Call, GraphExecutor, HostExecutor, Placement, ProgramExecutor
 from loka_onnx.engines.inductor.gpu import Gpu
 from loka_onnx.engines.inductor.package import InductorEngine, check_host, read_engine, vector_instructions
 from loka_onnx.errors import EngineError, MissingPackage, line_of
@@ -102,11 +102,11 @@ def placements(engine: InductorEngine, rows: int, *, captures: bool) -> tuple[Pl
 class InductorSession(Runner):
     """A loaded package; concurrent calls run in turn. Closes its `executor`."""
 
-    def __init__(self, engine: InductorEngine, executor: Executor) -> None:
+    def __init__(self, engine: InductorEngine, executor: ProgramExecutor) -> None:
         self.engine, self.device = engine, executor.device
         # Sizes with a CUDA graph or a program of their own.
         self.served_sizes = engine.graph_sizes if executor.captures or engine.is_static else ()
-        self._executor: Executor | None = executor
+        self._executor: ProgramExecutor | None = executor
         self._lock = threading.Lock()
         self._placements: dict[int, tuple[Placement, ...]] = {}
         """Placements by rows of the requests so far."""
@@ -160,7 +160,7 @@ class InductorSession(Runner):
                 self._executor.close()
             self._executor = self.device = None
 
-    def _execute(self, rows: int, work: Callable[[Executor, tuple[Placement, ...]], R]) -> R:
+    def _execute(self, rows: int, work: Callable[[ProgramExecutor, tuple[Placement, ...]], R]) -> R:
         """Call `work` alone, with the placements of some rows; a failure is an error of the engine."""
         with self._lock:
             executor = self._open_executor()
@@ -173,7 +173,7 @@ class InductorSession(Runner):
             except RuntimeError as error:
                 raise EngineError("E0835 the engine failed on a batch", evidence=line_of(error)) from error
 
-    def _open_executor(self) -> Executor:
+    def _open_executor(self) -> ProgramExecutor:
         if self._executor is None:
             raise EngineError("E0836 the engine is closed", remedy="open it again")
         return self._executor

@@ -16,13 +16,13 @@ from loka_onnx.core.devices import CPU
 from loka_onnx.core.digests import CHUNK_BYTES
 from loka_onnx.engines.inductor import triton_model
 from loka_onnx.engines.inductor.package import InductorEngine, read_engine
-from loka_onnx.engines.triton.forms import BY_MODEL, ON_CPU, Form, Refusal, Source, model_of
+from loka_onnx.engines.triton.forms import BY_MODEL, ON_CPU, BundledEngine, Form, Refusal, model_of
 from loka_onnx.engines.triton.models import VERSION, ModelFile
 from loka_onnx.errors import BundleError
 
 
-def triton_form(source: Source) -> Form | Refusal:
-    """See `engines.triton.forms`."""
+def triton_form(source: BundledEngine) -> Form | Refusal:
+    """Return the model of Triton's PyTorch backend for an engine, or why there is none."""
     engine = read_engine(source.path)
     names = [{port.name for port in ports} for ports in (engine.inputs, engine.outputs)]
     if names != [{spec.name for spec in specs} for specs in (source.inputs, source.outputs)]:
@@ -45,7 +45,7 @@ def _why_not_native(engine: InductorEngine) -> str:
     return ""
 
 
-def _torch(source: Source, engine: InductorEngine, needs: str) -> Form:
+def _torch(source: BundledEngine, engine: InductorEngine, needs: str) -> Form:
     names = {port.name: f"INPUT__{index}" for index, port in enumerate(engine.inputs)}
     names |= {port.name: f"OUTPUT__{index}" for index, port in enumerate(engine.outputs)}
     model = model_of(source, ("pytorch", "torch_aoti", "model.pt2"), engine.sizes, names)
@@ -64,7 +64,7 @@ def _torch(source: Source, engine: InductorEngine, needs: str) -> Form:
     )
 
 
-def _python(source: Source, engine: InductorEngine, needs: str, reason: str) -> Form:
+def _python(source: BundledEngine, engine: InductorEngine, needs: str, reason: str) -> Form:
     model = model_of(source, ("python", "", "model.py"), engine.sizes)
     package = ModelFile(f"{VERSION}/model.pt2", source.entry.path)
     code = ModelFile(f"{VERSION}/model.py", content=Path(triton_model.__file__).read_bytes())

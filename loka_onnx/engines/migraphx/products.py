@@ -22,14 +22,14 @@ FLOAT = int(onnx.TensorProto.FLOAT)
 
 
 @dataclass
-class Product:
+class QuantizedMatMul:
     """A MatMul of quantized factors with the site's name; `tail` is the site's last operator, as a bias."""
 
     node: Node
     tail: Node
 
 
-def gemm_to_matmul(draft: GraphDraft) -> tuple[Product, ...]:
+def gemm_to_matmul(draft: GraphDraft) -> tuple[QuantizedMatMul, ...]:
     """Rewrite ``α·op(A)·op(B) + β·C`` of dequantized factors as MatMul, Mul and Add.
 
     ::
@@ -50,7 +50,7 @@ def gemm_to_matmul(draft: GraphDraft) -> tuple[Product, ...]:
             maker is not None and maker.op_type == "DequantizeLinear" and is_quantized(draft, maker)
             for maker in makers
         ):
-            products.append(Product(node, _ungemmed(draft, node) if node.op_type == "Gemm" else node))
+            products.append(QuantizedMatMul(node, _ungemmed(draft, node) if node.op_type == "Gemm" else node))
     return tuple(products)
 
 
@@ -97,7 +97,7 @@ def _weighted(draft: GraphDraft, node: Node, bias: str, beta: float) -> str:
     return draft.insert(node, "Mul", [bias, factor], f"{node.name}/by_beta")
 
 
-def scales_behind_products(draft: GraphDraft, products: Iterable[Product]) -> None:
+def scales_behind_products(draft: GraphDraft, products: Iterable[QuantizedMatMul]) -> None:
     """Multiply by per-channel scales of a weight behind the product instead of in its DQ.
 
     ::
@@ -148,7 +148,7 @@ def _channel_scale(draft: GraphDraft, product: Node, index: int) -> str | None:
     return draft.add_constant(f"{product.name}/in{index}/scale", scale if index == 1 else scale[:, None])
 
 
-def float32_products(draft: GraphDraft, products: Iterable[Product]) -> None:
+def float32_products(draft: GraphDraft, products: Iterable[QuantizedMatMul]) -> None:
     """Compute every Q, DQ and product of dequantized factors in FP32 within a BF16 or FP16 graph.
 
     ::
@@ -189,7 +189,7 @@ def _make_pairs_float32(draft: GraphDraft) -> dict[str, int]:
     return base
 
 
-def _widen_tail(draft: GraphDraft, product: Product) -> None:
+def _widen_tail(draft: GraphDraft, product: QuantizedMatMul) -> None:
     """Cast the other inputs of the operators behind a product."""
     node = product.node
     while node is not product.tail:

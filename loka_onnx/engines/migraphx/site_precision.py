@@ -139,7 +139,7 @@ def _parse_line(line: str) -> Instruction | None:
 
 
 @dataclass(frozen=True)
-class Product:
+class CompiledProduct:
     """A product of a compiled program. `factors` are the types of the multiplied values, FP8 or INT8 where
     they come from a DQ of it; `weight` is K and N of the stored factor, None where both are computed;
     `is_quantized`: FP8 or INT8 is multiplied.
@@ -173,7 +173,7 @@ class Product:
         return site.name in self.instruction.symbols
 
 
-def products_of(program: ProgramText) -> tuple[Product, ...]:
+def products_of(program: ProgramText) -> tuple[CompiledProduct, ...]:
     """All products of a program."""
     products = []
     for instruction in program.instructions.values():
@@ -189,7 +189,7 @@ def products_of(program: ProgramText) -> tuple[Product, ...]:
         factors = (kind, kind) if kind else tuple(_factor_type(program, each) for each in inputs[:2])
         weight = _weight(program, instruction, inputs, kind)
         shapes = tuple(each.shape for each in inputs)
-        products.append(Product(instruction, factors, weight, shapes, bool(kind)))
+        products.append(CompiledProduct(instruction, factors, weight, shapes, bool(kind)))
     return tuple(products)
 
 
@@ -272,7 +272,10 @@ class _QuantizedSites:
     """Sites of a plan and products of a program in FP8, or in INT8."""
 
     def __init__(
-        self, format: Precision, products: Sequence[Product], planned: Sequence[tuple[Site, Precision]]
+        self,
+        format: Precision,
+        products: Sequence[CompiledProduct],
+        planned: Sequence[tuple[Site, Precision]],
     ) -> None:
         self._format, self._products = format, products
         names = {site.name for site, _ in planned}
@@ -320,19 +323,19 @@ class _QuantizedSites:
         merged = sum(len(columns) > 1 and sum(columns) == site.n for columns in groups.values())
         return merged + sum((each.k, each.n) == (site.k, site.n) for each in self._sites)
 
-    def _accounted(self, site: Site) -> list[Product]:
+    def _accounted(self, site: Site) -> list[CompiledProduct]:
         """Products over a site's K if their columns equal those of all its sites in the format; else none."""
         over_k = [product for product in self._unnamed if product.weight and product.weight[0] == site.k]
         columns = sum(product.weight[1] for product in over_k if product.weight)
         planned = sum(each.n for each in self._sites if each.k == site.k and each.weight is not None)
         return over_k if site.weight is not None and columns == planned else []
 
-    def _simulated(self, product: Product) -> str:
+    def _simulated(self, product: CompiledProduct) -> str:
         around = f"; simulated: {self._format.upper()} Q/DQ around a product in the base precision"
         return around if product.is_simulated else ""
 
 
-def _wide(products: Sequence[Product], site: Site, wanted: str) -> Reading:
+def _wide(products: Sequence[CompiledProduct], site: Site, wanted: str) -> Reading:
     """Read a site in the base precision from a product of its size, else from all products."""
     plain = [product for product in products if product.format is None]
     named = [product for product in plain if product.is_named(site)]

@@ -49,7 +49,7 @@ from loka_onnx.engines.onnxruntime.providers import (
     CPU,
     TENSORRT,
     Provider,
-    device_of,
+    gpu_index,
     host_blocker,
     provider_for,
     why_no_provider,
@@ -57,7 +57,7 @@ from loka_onnx.engines.onnxruntime.providers import (
 from loka_onnx.engines.onnxruntime.site_precision import (
     SLOWER,
     Graphs,
-    Placement,
+    NodePlacement,
     dump_optimized,
     site_precision,
 )
@@ -105,7 +105,7 @@ class OnnxRuntimeBackend(Backend):
         return Availability(True, version, True, True, devices)
 
     def decline(self, plan: PrecisionPlan, architecture: str) -> str | None:
-        """Decline plans that the provider runs in another precision, or whose sites it does not report."""
+        """Decline plans that run otherwise or whose sites are not reported, and INT8 where sums saturate."""
         reason = why_declined(self.provider(architecture), plan) or self.foreign_format(plan, architecture)
         if reason or not plan.int8_sites or integer_instructions():
             return reason
@@ -174,7 +174,7 @@ class OnnxRuntimeBackend(Backend):
         settings = settings_for(provider, request, str(import_onnxruntime().__version__))
         if settings.programs:
             (into / PROGRAMS).mkdir()
-        loaded = _first_that_loads(engine, settings, device_of(provider, request.architecture))
+        loaded = _first_that_loads(engine, settings, gpu_index(provider, request.architecture))
         serde.write(loaded, engine.with_name(SETTINGS_FILE))
         return engine
 
@@ -183,7 +183,7 @@ class OnnxRuntimeBackend(Backend):
         provider, placement = self.provider(request.architecture), None
         if provider.key != CPU.key:
             with open_io_binding(engine, self.name, request.architecture) as session:
-                placement = Placement(provider, session.placement())
+                placement = NodePlacement(provider, session.placement())
             print(placement.describe(), flush=True)
         with tempfile.TemporaryDirectory(prefix="optimized-", dir=engine.parent) as folder:
             graphs = _graphs(request, engine, provider, Path(folder))
@@ -269,7 +269,7 @@ def _graphs(request: BuildRequest, engine: Path, provider: Provider, folder: Pat
     if provider.compiles:
         return Graphs(before, before, False, f"the graph whose types {provider.name} keeps")
     optimized, fused = folder / "optimized.onnx", folder / "integers.onnx"
-    dump_optimized(engine, optimized, provider, device_of(provider, request.architecture))
+    dump_optimized(engine, optimized, provider, gpu_index(provider, request.architecture))
     if request.plan.int8_sites:
         dump_optimized(engine, fused, provider, keeps_float8=False)
         integers = OperandReader(fused)

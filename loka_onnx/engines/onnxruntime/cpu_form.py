@@ -279,7 +279,7 @@ class IntegerProducts:
         self._graph.node.extend([*biases, *nodes])
 
     def region(self, product: NodeProto) -> list[NodeProto]:
-        """Return the Q of an INT8 product's activation, and the product with its DQs, bias and ReLU."""
+        """Return the Q, DQs, product, bias sum (else the product) and ReLU of an INT8 product, or nothing."""
         factors = self._factors(product)
         makers = [self._makers[dq.input[0]] for dq in factors if dq.input[0] in self._makers]
         if not makers or makers[0].op_type != "QuantizeLinear":

@@ -31,7 +31,7 @@ from loka_onnx.engines.onnxruntime.providers import (
     PROVIDERS,
     TENSORRT,
     PlacedNode,
-    device_of,
+    gpu_index,
     host_blocker,
     placed_nodes,
     provider_chain,
@@ -321,7 +321,7 @@ def open_io_binding(
             evidence=f"built by ONNX Runtime {settings.version}, this host has {here}",
             remedy="build the engine again",
         )
-    return IoBindingSession(engine, settings, device=device_of(provider, architecture), threads=threads)
+    return IoBindingSession(engine, settings, device=gpu_index(provider, architecture), threads=threads)
 
 
 def _fixed_shape(described: Any, size: int) -> tuple[int, ...]:

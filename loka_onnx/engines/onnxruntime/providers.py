@@ -144,7 +144,7 @@ def host_blocker(provider: Provider, architecture: str) -> str:
     return f"the engine is for {architecture} and this host has {here}"
 
 
-def device_of(provider: Provider, architecture: str) -> int:
+def gpu_index(provider: Provider, architecture: str) -> int:
     """Number of the first GPU of an architecture; an `EngineError` where this host has none."""
     if provider.key == CPU.key:
         return 0

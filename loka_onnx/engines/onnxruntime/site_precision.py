@@ -18,7 +18,7 @@ import onnx
 from loka_onnx.core.engine import SitePrecision
 from loka_onnx.core.formats import Precision
 from loka_onnx.engines.draft import GraphDraft
-from loka_onnx.engines.onnx_operands import INTEGER_OPS, OperandReader, Source, is_same_up_to_transpose
+from loka_onnx.engines.onnx_operands import INTEGER_OPS, OperandReader, OperandSource, is_same_up_to_transpose
 from loka_onnx.engines.onnxruntime.cpu_form import part_name
 from loka_onnx.engines.onnxruntime.providers import PlacedNode, Provider, provider_chain, start_session
 from loka_onnx.sessions.model_files import FLOAT8_TYPES, read_model
@@ -47,7 +47,7 @@ class Graphs:
     integers: OperandReader | None = None
 
 
-class Placement:
+class NodePlacement:
     """Providers of the nodes; the one named `provider` should run all of them."""
 
     def __init__(self, provider: Provider, nodes: Sequence[PlacedNode]) -> None:
@@ -109,7 +109,7 @@ def _without_float8_pairs(model: onnx.ModelProto, folder: Path) -> onnx.ModelPro
 
 
 def site_precision(
-    site: str, planned: Precision, graphs: Graphs, placement: Placement | None = None
+    site: str, planned: Precision, graphs: Graphs, placement: NodePlacement | None = None
 ) -> SitePrecision:
     """Read the precision of a planned site; without a placement, everything runs on the CPU."""
     if planned is Precision.INT8:
@@ -159,11 +159,11 @@ def _integer_precision(site: str, graphs: Graphs) -> SitePrecision:
     return SitePrecision(site, Precision.INT8, kinds, engaged, f"{how}{node.op_type} '{node.name}' of {name}")
 
 
-def _confirmed(source: Source, site: str, graphs: Graphs) -> Source:
+def _confirmed(source: OperandSource, site: str, graphs: Graphs) -> OperandSource:
     """Count a folded constant as FP8 only when its values equal the FP8 weight times its scale."""
     if not source.constant:
         return source
     expected = graphs.before.dequantized_weight(site)
     if expected is None or not is_same_up_to_transpose(graphs.after.values(source.constant), expected):
         return source
-    return Source(source.element_type, "float8 weight, folded,", source.constant)
+    return OperandSource(source.element_type, "float8 weight, folded,", source.constant)

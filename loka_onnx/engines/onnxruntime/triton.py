@@ -10,8 +10,8 @@ from loka_onnx.core import serde
 from loka_onnx.core.devices import CPU
 from loka_onnx.engines.onnxruntime.io_binding_settings import SETTINGS_FILE, IoBindingSettings
 from loka_onnx.engines.onnxruntime.providers import CUDA, MIGRAPHX, TENSORRT, Provider, provider_for
-from loka_onnx.engines.triton.forms import Form, Refusal, Source, model_of
-from loka_onnx.engines.triton.models import VERSION, Fields, ModelFile, entries
+from loka_onnx.engines.triton.forms import BundledEngine, Form, Refusal, model_of
+from loka_onnx.engines.triton.models import VERSION, Fields, ModelFile, map_field
 from loka_onnx.sessions.model_files import data_locations, read_model
 from loka_onnx.sessions.onnx_session import holds_float8
 
@@ -21,8 +21,8 @@ CUDA_OPTIONS = ("use_tf32",)
 """Options of the CUDA provider that are right under Triton as well."""
 
 
-def triton_form(source: Source) -> Form | Refusal:
-    """See `engines.triton.forms`."""
+def triton_form(source: BundledEngine) -> Form | Refusal:
+    """Return the model of Triton's ONNX Runtime backend for an engine, or why there is none."""
     provider = provider_for(source.entry.backend, source.entry.architecture)
     if provider.key == MIGRAPHX.key:
         return Refusal(
@@ -45,13 +45,13 @@ def triton_form(source: Source) -> Form | Refusal:
     return Form(model, remarks)
 
 
-def _settings(source: Source) -> IoBindingSettings | None:
+def _settings(source: BundledEngine) -> IoBindingSettings | None:
     path = source.path.with_name(SETTINGS_FILE)
     return serde.read(IoBindingSettings, path) if path.is_file() else None
 
 
 def _session(
-    source: Source, provider: Provider, settings: IoBindingSettings | None
+    source: BundledEngine, provider: Provider, settings: IoBindingSettings | None
 ) -> tuple[Fields, tuple[str, ...]]:
     """Fields of the optimization policy, and remarks on settings that it cannot hold."""
     remarks: list[str] = []
@@ -84,4 +84,4 @@ def _session(
 
 
 def _accelerator(name: str, options: Mapping[str, str]) -> Fields:
-    return (("name", name), *entries("parameters", options))
+    return (("name", name), *map_field("parameters", options))

@@ -18,12 +18,12 @@ from tempfile import TemporaryDirectory
 from loka_onnx.core.digests import digest_file, digest_json
 from loka_onnx.core.installation import cache_directory
 from loka_onnx.engines.isolation import Ending, run_child, tail
-from loka_onnx.engines.request import Limits
+from loka_onnx.engines.request import BuildLimits
 from loka_onnx.errors import EngineError, LokaError
 from loka_onnx.sessions.cuda import CudaDevice, driver_version
 
 _LOG = logging.getLogger("loka_onnx.sessions")
-LIMITS = Limits(seconds=900.0)
+LIMITS = BuildLimits(seconds=900.0)
 """Of the child: TensorRT for RTX compiles kernels while it loads."""
 BEGUN, REFUSED = "loka-onnx: opening", 3
 """Output of the child before the library reads the engine, and its exit status where the library refuses."""

@@ -28,7 +28,7 @@ ON_CPU, ON_GPU, BY_MODEL = "KIND_CPU", "KIND_GPU", "KIND_MODEL"
 
 
 @dataclass(frozen=True)
-class Source:
+class BundledEngine:
     """An engine of a bundle (a verified directory), for the model `name`; `parameters` state its origin,
     `sample` has one array per input, `instances` is for each device.
     """
@@ -63,7 +63,7 @@ class Refusal:
     reason: str
 
 
-def form_of(source: Source) -> Form | Refusal:
+def form_of(source: BundledEngine) -> Form | Refusal:
     """Return the model that serves an engine, or the reason why there is none; raises as `ports_of`."""
     if not has_spec(source.entry.backend):
         return Refusal(f"Triton has no backend for engines of {source.entry.backend}")
@@ -75,7 +75,7 @@ def form_of(source: Source) -> Form | Refusal:
 
 
 def model_of(
-    source: Source,
+    source: BundledEngine,
     served_by: tuple[str, str, str],
     sizes: Sequence[int],
     names: Mapping[str, str] | None = None,

@@ -206,11 +206,11 @@ class BackendModel:
             file, shape = self.warmup[port.name]
             dims = (("dims", length) for length in shape)
             rows[port.name] = (("data_type", port.data_type), *dims, ("input_data_file", file))
-        return (("name", f"rows{size}"), ("batch_size", size), *entries("inputs", rows), ("count", 1))
+        return (("name", f"rows{size}"), ("batch_size", size), *map_field("inputs", rows), ("count", 1))
 
 
 @dataclass(frozen=True)
-class Step:
+class EnsembleStep:
     """One model of an ensemble, with the tensors of the ensemble by its inputs and outputs."""
 
     model: str
@@ -222,8 +222,8 @@ class Step:
         return (
             ("model_name", self.model),
             ("model_version", -1),
-            *entries("input_map", self.inputs),
-            *entries("output_map", self.outputs),
+            *map_field("input_map", self.inputs),
+            *map_field("output_map", self.outputs),
         )
 
 
@@ -237,7 +237,7 @@ class Ensemble:
     inputs: tuple[Port, ...]
     outputs: tuple[Port, ...]
     maximum: int
-    steps: tuple[Step, ...]
+    steps: tuple[EnsembleStep, ...]
     parameters: Mapping[str, str]
 
     def config(self) -> str:
@@ -257,10 +257,10 @@ class Ensemble:
 
 
 def _parameters(values: Mapping[str, str]) -> Fields:
-    return entries("parameters", {key: (("string_value", value),) for key, value in values.items()})
+    return map_field("parameters", {key: (("string_value", value),) for key, value in values.items()})
 
 
-def entries(field: str, values: Mapping[str, Value]) -> Fields:
+def map_field(field: str, values: Mapping[str, Value]) -> Fields:
     """A field of type `map`, sorted by key."""
     return tuple((field, (("key", key), ("value", values[key]))) for key in sorted(values))
 

@@ -41,11 +41,11 @@ from loka_onnx.evaluation.latency import (
     measure_interleaved,
     over_loads,
 )
-from loka_onnx.evaluation.predictions import Predictions, padded, predict
+from loka_onnx.evaluation.predictions import Predictions, any_size, predict
 from loka_onnx.numerics.intervals import mean_interval
 from loka_onnx.operations.compare.difference import Difference, Row, Section, number, row, times
 from loka_onnx.operations.compare.rows import JudgedRows, RowOptions, open_rows
-from loka_onnx.operations.compare.sides import Opening, Side, open_side, refuse_different_requests
+from loka_onnx.operations.compare.sides import Opening, OpenSide, open_side, refuse_different_requests
 from loka_onnx.planning.choice import NOISE
 from loka_onnx.planning.speed import Speed
 from loka_onnx.report import numbers
@@ -136,7 +136,7 @@ class _Pair:
     most: int
 
 
-def _range(a: Side, b: Side) -> tuple[int, int]:
+def _range(a: OpenSide, b: OpenSide) -> tuple[int, int]:
     least, most = max(a.least_rows, b.least_rows), min(a.most_rows, b.most_rows)
     if least > most:
         raise ConfigError(
@@ -147,7 +147,7 @@ def _range(a: Side, b: Side) -> tuple[int, int]:
     return least, most
 
 
-def _pairs(a: Side, b: Side) -> tuple[_Pair, ...]:
+def _pairs(a: OpenSide, b: OpenSide) -> tuple[_Pair, ...]:
     """Pairs of engines by ascending size of the request."""
     least, most = _range(a, b)
     pairs = list[_Pair]()
@@ -160,7 +160,7 @@ def _pairs(a: Side, b: Side) -> tuple[_Pair, ...]:
     return tuple(pairs)
 
 
-def _batches(a: Side, b: Side, wanted: Sequence[int]) -> tuple[int, ...]:
+def _batches(a: OpenSide, b: OpenSide, wanted: Sequence[int]) -> tuple[int, ...]:
     """Batch sizes to serve, ascending."""
     least, most = _range(a, b)
     for size in wanted:
@@ -197,7 +197,7 @@ class _Judged:
     moved: tuple[_Moved, ...]
 
 
-def _judge(a: Side, b: Side, rows: JudgedRows, pair: _Pair, progress: Progress) -> _Judged:
+def _judge(a: OpenSide, b: OpenSide, rows: JudgedRows, pair: _Pair, progress: Progress) -> _Judged:
     size = max(pair.least, min(pair.most, REQUEST_ROWS))
     split = Split("data", rows.data, rows.columns, rows.group, rows.slices, size)
     before = _predict(a, pair.engine_a, split, rows, pair.least, progress)
@@ -218,10 +218,10 @@ def _judge(a: Side, b: Side, rows: JudgedRows, pair: _Pair, progress: Progress) 
 
 
 def _predict(
-    side: Side, engine: str, split: Split, rows: JudgedRows, least: int, progress: Progress
+    side: OpenSide, engine: str, split: Split, rows: JudgedRows, least: int, progress: Progress
 ) -> Predictions:
     return predict(
-        padded(side.run, least),
+        any_size(side.run, least),
         split.batches(),
         (*(spec.name for spec in rows.specs), *rows.unjudged),
         split.columns,
@@ -331,7 +331,12 @@ def _output_rows(
 
 
 def _time(
-    a: Side, b: Side, data: Dataset, batches: tuple[int, ...], options: CompareOptions, progress: Progress
+    a: OpenSide,
+    b: OpenSide,
+    data: Dataset,
+    batches: tuple[int, ...],
+    options: CompareOptions,
+    progress: Progress,
 ) -> tuple[Section, dict[str, str]]:
     """Return the section, and by side the error that ended its measurements."""
     engines = (*a.engines, *b.engines)
@@ -406,7 +411,7 @@ def _ends(interval: Interval) -> tuple[float, float, float]:
     return interval.value, interval.lower, interval.upper
 
 
-def _doubts(a: Side, b: Side) -> Iterator[str]:
+def _doubts(a: OpenSide, b: OpenSide) -> Iterator[str]:
     """Reasons why a ratio is not meaningful for a target."""
     for side in (a, b):
         for engine in side.engines:

@@ -25,7 +25,7 @@ from loka_onnx.errors import ConfigError, DataError, UserError
 from loka_onnx.graph.id_bounds import id_bounds, narrowed
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.graph.storage import read_proto
-from loka_onnx.operations.compare.sides import Side
+from loka_onnx.operations.compare.sides import OpenSide
 from loka_onnx.operations.recorded import recorded_settings
 from loka_onnx.pipeline.directory import RECORD
 from loka_onnx.pipeline.rows import bind_columns
@@ -104,7 +104,7 @@ class JudgedRows:
         return _columns(self.specs, self.group, self.slices)
 
 
-def open_rows(a: Side, b: Side, data: Path, options: RowOptions) -> JudgedRows:
+def open_rows(a: OpenSide, b: OpenSide, data: Path, options: RowOptions) -> JudgedRows:
     """Settle which outputs are judged, and open the rows, a Parquet or npz file.
 
     Raises ConfigError where an option names what is not there, or A and B were judged differently and no
@@ -156,7 +156,7 @@ def open_rows(a: Side, b: Side, data: Path, options: RowOptions) -> JudgedRows:
     )
 
 
-def _requested(a: Side, b: Side, options: RowOptions) -> tuple[list[Fields], str]:
+def _requested(a: OpenSide, b: OpenSide, options: RowOptions) -> tuple[list[Fields], str]:
     """The outputs to judge with the columns asked for or recorded, and where their budgets come from."""
     present = [spec.name for spec in a.outputs]
     for name in options.kinds:
@@ -246,7 +246,7 @@ def _where_there(data: Path, column: str, otherwise: str, notes: list[str]) -> s
     return column
 
 
-def _bounds(a: Side, b: Side) -> dict[str, tuple[range | None, ...]]:
+def _bounds(a: OpenSide, b: OpenSide) -> dict[str, tuple[range | None, ...]]:
     """Ids that are in the tables of both models; they may have grown from one to the other."""
     one = _table_bounds(a.model)
     other = one if a.digest == b.digest else _table_bounds(b.model)
@@ -283,7 +283,7 @@ class _Config:
     data: _Recorded
 
 
-def _recorded(sides: Sequence[Side], run: Path | None) -> tuple[_Recorded, Path | None]:
+def _recorded(sides: Sequence[OpenSide], run: Path | None) -> tuple[_Recorded, Path | None]:
     """Columns of the run that wrote a side, and its record."""
     if run is not None and not (run / RECORD).is_file():
         raise ConfigError(
@@ -299,7 +299,7 @@ def _recorded(sides: Sequence[Side], run: Path | None) -> tuple[_Recorded, Path 
     return recorded_settings(_Config, record, remedy).data, record
 
 
-def _record_of(side: Side) -> Path | None:
+def _record_of(side: OpenSide) -> Path | None:
     """The record beside a bundle, if it lists this very manifest."""
     place = side.path.absolute().parent / RECORD
     if side.manifest is None or not place.is_file():

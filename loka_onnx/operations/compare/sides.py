@@ -69,7 +69,7 @@ class EngineUsed:
 
 
 @dataclass(frozen=True)
-class Side:
+class OpenSide:
     """One side (``A`` or ``B``), ready to answer requests of `least_rows` to `most_rows`.
 
     Attributes:
@@ -119,7 +119,7 @@ class Side:
         return difference.Side(self.name, str(self.path), self.digest, tuple(facts))
 
 
-def open_side(path: Path, name: str, opening: Opening, place: ExitStack, engines: ExitStack) -> Side:
+def open_side(path: Path, name: str, opening: Opening, place: ExitStack, engines: ExitStack) -> OpenSide:
     """Load a bundle, in a directory or in a single file, or an ONNX model.
 
     `engines` frees what is loaded; `place` removes what a single file is unpacked to, and until then it can
@@ -143,7 +143,7 @@ def open_side(path: Path, name: str, opening: Opening, place: ExitStack, engines
         raise
 
 
-def refuse_different_requests(a: Side, b: Side) -> None:
+def refuse_different_requests(a: OpenSide, b: OpenSide) -> None:
     """Raise ConfigError for an input or output that is missing on one side, or of another type or shape."""
     for what, ours, theirs in (("input", a.inputs, b.inputs), ("output", a.outputs, b.outputs)):
         mine, other = ({spec.name: spec for spec in specs} for specs in (ours, theirs))
@@ -167,7 +167,7 @@ def _fits(one: TensorSpec, other: TensorSpec) -> bool:
     )
 
 
-def _open_bundle(directory: Path, path: Path, name: str, opening: Opening, stack: ExitStack) -> Side:
+def _open_bundle(directory: Path, path: Path, name: str, opening: Opening, stack: ExitStack) -> OpenSide:
     """Load the bundle in `directory`, which is named by `path`."""
 
     def load_engine(until: ExitStack) -> Engine:
@@ -197,7 +197,7 @@ def _open_bundle(directory: Path, path: Path, name: str, opening: Opening, stack
     records = (entry.evaluation for entry in manifest.engines if entry.evaluation is not None)
     timed = (latency.batch for record in records for latency in record.latencies)
     routed = (route.batch for choice in manifest.choice.targets for route in choice.routes)
-    return Side(
+    return OpenSide(
         name=name,
         path=path,
         kind="bundle" if path.is_dir() else "bundle in a single file",
@@ -239,7 +239,7 @@ def _used(entry: EngineEntry, manifest: Manifest) -> EngineUsed:
     )
 
 
-def _open_model(path: Path, name: str, opening: Opening, stack: ExitStack) -> Side:
+def _open_model(path: Path, name: str, opening: Opening, stack: ExitStack) -> OpenSide:
     proto = read_proto(path)
     initializers = {tensor.name for tensor in proto.graph.initializer}
     inputs = tuple(_spec(value) for value in proto.graph.input if value.name not in initializers)
@@ -250,7 +250,7 @@ def _open_model(path: Path, name: str, opening: Opening, stack: ExitStack) -> Si
     least, most = _rows_of(inputs, path)
     digest, version = model_digest(path), str(import_onnxruntime().__version__)
     used = EngineUsed(path.name, "onnxruntime", version, "", CPU, CPU, CPU, holds_float8(proto), digest)
-    return Side(
+    return OpenSide(
         name=name,
         path=path,
         kind="ONNX model",

@@ -41,7 +41,7 @@ from loka_onnx.calibration.passes.executors import (
     ReductionWork,
     Span,
     first_rows,
-    scattered,
+    scattered_spans,
     spans_in_order,
 )
 from loka_onnx.calibration.passes.totals import ErrorTotals, RangeBatch, RangeTotals, RangeWork
@@ -225,7 +225,7 @@ def measure_live(
     file = write_switchable(model, switches, baseline.profile.scales, path)
     work = KlWork(file.path, write_parts(file), baseline.outputs)
     # From all over the data: a file may be sorted.
-    spans = first_rows(scattered(rows, size, options.seed), options.kl_rows, size)
+    spans = first_rows(scattered_spans(rows, size, options.seed), options.kl_rows, size)
     return replace(live, kl=total_kl(work, run(work, "kl", spans)))
 
 

@@ -372,10 +372,10 @@ def with_new_scales(
 def unproven_reason(
     plan: PrecisionPlan, model: ModelArtifact, profile: Profile, protect: Collection[Protection]
 ) -> str:
-    """Reason why a plan in FP16 does not hold for the new weights; empty if it does.
+    """Return why a plan with base FP16 does not hold for new weights; empty if it does, or has another base.
 
     FP16 is used where the magnitudes of a model were shown to fit (`planning.fp16`): those of the retrained
-    model must fit in the same places.
+    model must fit in the same places. The parts `protect` stay in FP32 (`PlanOptions`).
     """
     if plan.base is not Precision.FP16:
         return ""

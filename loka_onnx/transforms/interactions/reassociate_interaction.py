@@ -24,33 +24,26 @@ from loka_onnx.core.rewrite import Applied, Declined
 from loka_onnx.graph.model import GraphModel, Node, Tensor, is_constant
 from loka_onnx.graph.shape_values import static_shape
 from loka_onnx.transforms.base import Mod, NotRewritten
-from loka_onnx.transforms.linears.pattern import NOMINAL_LENGTH, made_by, only_reader
+from loka_onnx.transforms.linears.pattern import NOMINAL_LENGTH, Work, made_by, only_reader
 
 MARGIN = 0.25
 """Least share of the operations that is saved."""
 
 
 @dataclass(frozen=True)
-class Cost:
-    """Operations of both products for a nominal batch, and elements of the intermediate result."""
-
-    flops: int
-    between: int
-
-
-@dataclass(frozen=True)
 class Chain:
     """Two MatMuls, only the second of which reads the first; the factors are A, B and C.
 
-    `is_left` if the inner product is A·B; `now` and `then` are the costs of this order and of the other.
+    `is_left` if the inner product is A·B; `now` and `then` are the work in this order and in the other,
+    with the elements of the intermediate result.
     """
 
     inner: Node
     outer: Node
     factors: tuple[Tensor, Tensor, Tensor]
     is_left: bool
-    now: Cost
-    then: Cost
+    now: Work
+    then: Work
 
 
 class ReassociateInteraction(Mod[Chain]):
@@ -99,9 +92,9 @@ class ReassociateInteraction(Mod[Chain]):
         pair = (inner.inputs[0], inner.inputs[1])
         factors = (*pair, outer.inputs[1]) if is_left else (outer.inputs[0], *pair)
         a, b, c = map(_shape, factors)
-        left, right = _cost(a, b), _cost(b, c)
-        now = Cost(left.flops + _cost(_product(a, b), c).flops, left.between)
-        then = Cost(right.flops + _cost(a, _product(b, c)).flops, right.between)
+        left, right = _work(a, b), _work(b, c)
+        now = Work(left.flops + _work(_product(a, b), c).flops, left.elements)
+        then = Work(right.flops + _work(a, _product(b, c)).flops, right.elements)
         if not is_left:
             now, then = then, now
         if sum(is_constant(factor) for factor in factors) > 1:
@@ -113,10 +106,10 @@ class ReassociateInteraction(Mod[Chain]):
             raise NotRewritten(f"{costs}: under {self._least} they do not decide the time")
         if then.flops > (1 - MARGIN) * now.flops:
             raise NotRewritten(f"{costs}: less than {MARGIN:.0%} saved")
-        if then.between > now.between:
+        if then.elements > now.elements:
             raise NotRewritten(
                 f"the other order takes {then.flops} operations instead of {now.flops}, but its intermediate "
-                f"result has {then.between} elements instead of {now.between}"
+                f"result has {then.elements} elements instead of {now.elements}"
             )
         return Chain(inner, outer, factors, is_left, now, then)
 
@@ -136,9 +129,9 @@ def _product(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:
     return (*(max(x, y) for x, y in zip(first, second, strict=True)), one[-2], other[-1])
 
 
-def _cost(one: tuple[int, ...], other: tuple[int, ...]) -> Cost:
+def _work(one: tuple[int, ...], other: tuple[int, ...]) -> Work:
     elements = prod(_product(one, other))
-    return Cost(2 * elements * one[-1], elements)
+    return Work(2 * elements * one[-1], elements)
 
 
 def _is_linear(node: Node) -> bool:

@@ -21,7 +21,7 @@ import numpy as np
 
 from loka_onnx.core.rewrite import Applied, Declined
 from loka_onnx.graph.model import GraphModel
-from loka_onnx.numerics.product_error import Product, Rounding
+from loka_onnx.numerics.product_error import Rounding, SampledProduct
 from loka_onnx.numerics.smoothing import is_gain, keeping_range, smoothing_factors, to_powers_of_two
 from loka_onnx.transforms.base import Found, Mod
 from loka_onnx.transforms.linears.makers import Maker, find_makers, smooth
@@ -90,7 +90,7 @@ class _Site:
     changes.
     """
 
-    product: Product
+    product: SampledProduct
     halves: tuple[tuple[Vector, Vector], ...]
     units: Vector
     before: Vector
@@ -267,7 +267,7 @@ def _products(
         linear = linears[name]
         units = _units(by_name[name], sites) if name in by_name else np.ones(linear.n)
         weight = linear.weight_kn().astype(np.float64)
-        product = Product(read[name].amax, weight, measured_columns(linear), units)
+        product = SampledProduct(read[name].amax, weight, measured_columns(linear), units)
         halves = tuple((half, product.exact(half)) for half in read[name].halves)
         sites[name] = _Site(product, halves, units, np.ones(linear.k), np.ones(linear.n))
     return sites

@@ -25,24 +25,24 @@ _WITH_CONSTANT = frozenset({"Add", "Sub", "Mul", "Div"})
 
 
 @dataclass(frozen=True)
-class Column:
+class ColumnProduct:
     """A MatMul of a constant matrix and columns of length 1, and what follows it element by element."""
 
     node: Node
     following: tuple[Node, ...]
 
 
-class ColumnToRow(Mod[Column]):
+class ColumnToRow(Mod[ColumnProduct]):
     """MatMul of a constant (N, K) and (batch, …, K, 1) → Squeeze, MatMul, Unsqueeze behind its bias."""
 
     name = "column-to-row"
 
-    def _find(self, model: GraphModel) -> Iterator[Column | Declined]:
+    def _find(self, model: GraphModel) -> Iterator[ColumnProduct | Declined]:
         outputs = {id(tensor) for tensor in model.outputs}
         products = (node for node in model.nodes if node.op == "MatMul")
         return find(products, lambda node: _read(node, outputs))
 
-    def rewrite(self, model: GraphModel, match: Column) -> Applied:
+    def rewrite(self, model: GraphModel, match: ColumnProduct) -> Applied:
         """Replace the product by one of the same name with the weight on the right."""
         node = match.node
         weight, columns = node.inputs
@@ -62,7 +62,7 @@ class ColumnToRow(Mod[Column]):
         return Applied(site.name, f"weight ({n}, {k}) on the left of columns → on the right of rows")
 
 
-def _read(node: Node, outputs: Collection[int]) -> Column | None:
+def _read(node: Node, outputs: Collection[int]) -> ColumnProduct | None:
     weight, columns = node.inputs
     shape = static_shape(columns)
     if len(shape) < 3 or shape[-1] != 1 or not is_constant(weight) or len(static_shape(weight)) != 2:
@@ -74,7 +74,7 @@ def _read(node: Node, outputs: Collection[int]) -> Column | None:
     ):
         following.append(readers[0])
         tensor = readers[0].outputs[0]
-    return Column(node, tuple(following))
+    return ColumnProduct(node, tuple(following))
 
 
 def _follows(node: Node, tensor: Tensor) -> bool:

@@ -14,7 +14,7 @@ New constants are computed in FP64 and rounded once, to the type of the weight.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +27,14 @@ from loka_onnx.transforms.base import NotRewritten
 Vector = npt.NDArray[np.float64]
 
 NOMINAL_LENGTH = 256
-"""Length of a dynamic axis where costs are compared."""
+"""Length of a dynamic axis where work is compared."""
+
+
+class Work(NamedTuple):
+    """Operations of products, and elements that are written for them or between them."""
+
+    flops: int
+    elements: int
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import NamedTuple
 
 import numpy as np
 
@@ -41,6 +40,7 @@ from loka_onnx.transforms.linears.pattern import (
     NOMINAL_LENGTH,
     Linear,
     Vector,
+    Work,
     is_along_last,
     is_candidate,
     made_by,
@@ -65,13 +65,6 @@ class Term:
     factors: Vector
 
 
-class Cost(NamedTuple):
-    """Operations of products, and elements that are copied, at a nominal batch."""
-
-    flops: int
-    moved: int
-
-
 @dataclass(frozen=True)
 class Concatenated:
     """A layer that reads a concatenation, and the terms of its parts.
@@ -82,6 +75,7 @@ class Concatenated:
         shared: Terms that the parts copy, in groups of one shape.
         constant: Bias and constant terms, (N,) or broadcast to the result.
         copies: Nodes and positions where they read a copy and may read the tensor itself.
+        now, then: Work before and after, with the elements that are copied.
     """
 
     layer: Linear
@@ -91,8 +85,8 @@ class Concatenated:
     shared: tuple[tuple[Term, ...], ...]
     constant: Vector
     copies: tuple[tuple[Node, int], ...]
-    now: Cost
-    then: Cost
+    now: Work
+    then: Work
 
 
 class SplitConcat(Mod[Concatenated]):
@@ -221,10 +215,10 @@ def _read(model: GraphModel, node: Node) -> Concatenated | None:
         raise NotRewritten(f"{reason}: the copy costs less than {len(parts)} products")
     constant = constant.reshape(-1) if constant.size == layer.n else constant
     now, then = _costs(layer, concat, known, whole, shared, constant)
-    if then.flops + MOVED * then.moved >= now.flops + MOVED * now.moved:
+    if then.flops + MOVED * then.elements >= now.flops + MOVED * now.elements:
         raise NotRewritten(
             f"it takes {now.flops} operations at a batch of {NOMINAL_LENGTH}, with each tensor by itself "
-            f"{then.flops} and {then.moved - now.moved} more elements to move"
+            f"{then.flops} and {then.elements - now.elements} more elements to move"
         )
     copies = tuple(_copies(whole, known))
     return Concatenated(layer, concat, view, whole, tuple(shared), constant, copies, now, then)
@@ -260,7 +254,7 @@ def _costs(
     whole: Sequence[Term],
     shared: Sequence[Sequence[Term]],
     constant: Vector,
-) -> tuple[Cost, Cost]:
+) -> tuple[Work, Work]:
     """Return the cost of a layer with its Concat, and with terms in place of it."""
     rows = prod(max((d for d in names if isinstance(d, int)), default=NOMINAL_LENGTH) for names in known)
     behind = [reader for node in consumers(concat.outputs[0]) for reader in _behind_views(node)]
@@ -272,8 +266,8 @@ def _costs(
         small = prod(d or NOMINAL_LENGTH for d in static_shape(terms[0].tensor)[:-1])
         flops += 2 * small * n * sum(len(term.factors) for term in terms)
         moved += SUMMED * small * n
-    now = Cost(2 * rows * layer.k * n, rows * layer.k if all(map(is_candidate, behind)) else 0)
-    return now, Cost(flops, moved)
+    now = Work(2 * rows * layer.k * n, rows * layer.k if all(map(is_candidate, behind)) else 0)
+    return now, Work(flops, moved)
 
 
 def _behind_views(node: Node) -> list[Node]:

@@ -22,7 +22,7 @@ from loka_onnx.cli.bundle import bundle as bundle_verbs
 from loka_onnx.core import serde
 from loka_onnx.core.digests import digest_file
 from loka_onnx.core.manifest import Manifest
-from loka_onnx.engines.triton.models import DATA_TYPES, TritonOptions, entries, render
+from loka_onnx.engines.triton.models import DATA_TYPES, TritonOptions, map_field, render
 from loka_onnx.errors import ConfigError, OutputError
 from loka_onnx.graph import storage
 
@@ -238,13 +238,13 @@ def test_what_a_user_put_into_a_model_is_not_deleted(bundle, repository, tmp_pat
 )
 def test_strings_come_back_as_they_went_in_and_maps_are_sorted(text):
     parameters = {"k": (("string_value", text),), "a": ()}
-    written = render((("name", text), *entries("parameters", parameters)))
+    written = render((("name", text), *map_field("parameters", parameters)))
     read = text_format.Parse(written, pb.ModelConfig())
     assert read.name == text
     assert read.parameters["k"].string_value == text
     # Equal values give equal text.
     turned = dict(reversed(parameters.items()))
-    assert written == render((("name", text), *entries("parameters", turned)))
+    assert written == render((("name", text), *map_field("parameters", turned)))
 
 
 def test_the_verb_says_what_it_wrote_and_what_it_left_out(bundle, tmp_path):

@@ -11,7 +11,7 @@ from small_models import LOGIT, artifact_of, columns_of, dataset_of
 
 from loka_onnx.calibration.corrections.biases import Fit, fit_biases
 from loka_onnx.calibration.corrections.means import MeanRows
-from loka_onnx.calibration.passes.executors import rows_of
+from loka_onnx.calibration.passes.executors import span_rows
 from loka_onnx.core.artifact import ModelArtifact, OutputKind, OutputSpec
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.plan import Decision, PrecisionPlan, Verdict
@@ -143,9 +143,9 @@ def test_the_mean_score_is_weighted_and_sites_are_averaged(tmp_path):
 def test_rows_are_drawn_up_to_a_number(tmp_path):
     data = dataset_of(tmp_path, columns_of(9000))
     rows = MeanRows(data, most=5000, batch_size=512, seed=3)
-    assert rows_of(rows.spans) == 5000
+    assert span_rows(rows.spans) == 5000
     assert [span.start for span in rows.spans] == sorted(span.start for span in rows.spans)
-    assert rows_of(MeanRows(data, most=10**6).spans) == 9000
+    assert span_rows(MeanRows(data, most=10**6).spans) == 9000
     firsts = {MeanRows(data, most=4096, seed=seed).spans[0].start for seed in range(8)}
     assert len(firsts) > 1, "not always the first rows of the file"
     assert MeanRows(data, most=5000, first=700).spans[-1].stop == 700

@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 from small_models import TWO_SITES, W1, artifact_of, data_of
 
 from loka_onnx.calibration.effects.switchable import Switch, write_switchable
-from loka_onnx.calibration.observers.arithmetic import draw_factors, moved, moved_activations
+from loka_onnx.calibration.observers.arithmetic import draw_factors, moved_activations, moved_scales
 from loka_onnx.calibration.passes.executors import (
     BatchResult,
     BatchWork,
     LocalExecutor,
     Span,
     first_rows,
-    rows_of,
-    scattered,
+    scattered_spans,
+    span_rows,
     spans_in_order,
     spans_in_random_order,
 )
@@ -50,11 +50,11 @@ def test_spans_are_whole_batches_that_cover_every_row_once(rows, size, seed):
     drawn = spans_in_random_order(rows, size, seed)
     assert sorted(drawn, key=lambda s: s.start) == spans
     assert drawn == spans_in_random_order(rows, size, seed)
-    apart = scattered(rows, size, seed) if rows else []
+    apart = scattered_spans(rows, size, seed) if rows else []
     ends = sorted((span.start, span.stop) for span in apart)
     assert [start for start, _ in ends] == [0, *(stop for _, stop in ends[:-1])][: len(ends)]
     assert all(start % size == 0 and (stop % size == 0 or stop == rows) for start, stop in ends)
-    assert not rows or (apart == scattered(rows, size, seed) and rows_of(apart) == rows)
+    assert not rows or (apart == scattered_spans(rows, size, seed) and span_rows(apart) == rows)
 
 
 @dataclass(frozen=True)
@@ -112,16 +112,16 @@ def test_ray_is_optional_and_refused_at_once_where_nothing_listens(monkeypatch):
 
 
 def test_the_first_rows_come_from_everywhere_and_spans_are_cut_at_a_row_or_behind_a_batch():
-    spans = scattered(10_000_000, 512, seed=0)
+    spans = scattered_spans(10_000_000, 512, seed=0)
     first = first_rows(spans, 4096)
     assert [span.stop - span.start for span in first] == [512] * 8
     assert len({span.start // 1_000_000 for span in first}) >= 5
-    assert first != first_rows(scattered(10_000_000, 512, seed=1), 4096)
+    assert first != first_rows(scattered_spans(10_000_000, 512, seed=1), 4096)
     # Ends included: without going around them, they come first a hundred times as often.
     random = np.random.default_rng(0)
     counts = np.zeros(50)
     for seed in random.integers(0, 2**31, 400):
-        for span in first_rows(scattered(500_000, 512, int(seed)), 8192):
+        for span in first_rows(scattered_spans(500_000, 512, int(seed)), 8192):
             counts[span.start // 10_000] += 1
     # 6,400 spans over 50 places: 128 each, give or take 11 and a little more. Seen: 102 to 152.
     assert counts.min() > 85 and counts.max() < 175
@@ -131,7 +131,7 @@ def test_the_first_rows_come_from_everywhere_and_spans_are_cut_at_a_row_or_behin
     assert first_rows(spans, 350, 100) == [Span(1000, 1300), Span(0, 100)]
     assert first_rows(spans, 350, 400) == [Span(1000, 1300), Span(0, 400)]
     assert first_rows(spans, 10_000) == first_rows(spans, 10_000, 64) == spans
-    assert rows_of(spans) == 1300
+    assert span_rows(spans) == 1300
 
 
 SORTED_ROWS = 60_000
@@ -238,11 +238,11 @@ def test_factors_are_steps_of_an_octave_and_moved_scales_are_bfloat16():
         assert caught.value.code == "E0503"
     scales = (np.random.default_rng(0).random(1000) + 0.01).astype(ml_dtypes.bfloat16).astype(np.float32)
     for factor in draw_factors(8)[1:]:
-        found = moved(scales, factor, E4M3FN)
+        found = moved_scales(scales, factor, E4M3FN)
         np.testing.assert_array_equal(found, found.astype(ml_dtypes.bfloat16).astype(np.float32))
         ratio = found.astype(np.float64) / (scales.astype(np.float64) * factor)
         assert found.dtype == np.float32 and ratio.min() >= 1.0 and ratio.max() < 1 + 2**-7
-    assert moved(scales, 1.0, E4M3FN) is scales
+    assert moved_scales(scales, 1.0, E4M3FN) is scales
     assert moved_activations({"e4m3fn/amax": {"x": 0.5}}, 2**0.5) == {
         "e4m3fn/amax": {"x": 0.70703125 + 2**-8}
     }

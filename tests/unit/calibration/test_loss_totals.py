@@ -14,7 +14,7 @@ from loka_onnx.calibration.effects.loss_totals import (
     as_scores,
     buckets_of,
     denominator_of,
-    loss_rows,
+    loss_terms,
     sum_batch,
 )
 from loka_onnx.core.artifact import OutputKind, OutputSpec
@@ -172,7 +172,10 @@ def world(rows: int = 500):
 
 def test_probabilities_become_logits_and_without_labels_there_is_kl_over_entropy():
     z, changed, columns = world()
-    found, labelled = loss_rows(UNLABELLED, z, changed, {}), loss_rows(LOGIT, z, changed, columns)
+    found, labelled = (
+        loss_terms(UNLABELLED, z, changed, {}),
+        loss_terms(LOGIT, z, changed, columns),
+    )
     np.testing.assert_array_equal(labelled.weights, columns["value"])
     np.testing.assert_array_equal(labelled.delta, [after - z for after in changed])
     assert found.terms.shape == (1, 2, 500)
@@ -196,6 +199,6 @@ def test_what_is_not_finite_is_refused(where, what, count):
     columns = {name: values.astype(np.float64) for name, values in columns.items()}
     {"exact": z, "changed": changed[1], **columns}[where][7] = np.inf
     with pytest.raises(CalibrationError) as caught:
-        loss_rows(LOGIT, z, changed, columns)
+        loss_terms(LOGIT, z, changed, columns)
     assert caught.value.code == "E0502" and caught.value.what.startswith(what)
     assert caught.value.evidence == f"1 of {count} values, in a batch of 500 rows"

@@ -16,7 +16,7 @@ from loka_onnx.core.formats import FORMATS, NumberFormat, Precision
 from loka_onnx.core.recipe import MSE, Granularity, Recipe
 from loka_onnx.core.statistics import RangeStats
 from loka_onnx.numerics.histograms import count_magnitudes, histogram_of
-from loka_onnx.numerics.product_error import Product, Rounding
+from loka_onnx.numerics.product_error import Rounding, SampledProduct
 from loka_onnx.numerics.rounding import fake_quantize
 from loka_onnx.numerics.scale_choice import activation_scaling
 from loka_onnx.numerics.scales import amax_scale
@@ -61,7 +61,7 @@ def test_scales_rounding_and_the_error_of_a_product(toy):
     noise = {s: np.square(nearest(x, s, toy) - x).sum() for s in (scale, chosen)}
     assert noise[chosen] <= noise[scale] * 1.02
     wide, weight = x.astype(np.float64), w.astype(np.float64)
-    product = Product(np.abs(wide).max(axis=0), weight, np.arange(8))
+    product = SampledProduct(np.abs(wide).max(axis=0), weight, np.arange(8))
     rounding = Rounding(toy, (Granularity.PER_TENSOR,))
     found = product.relative_error(wide, wide @ weight, np.ones(32), np.ones(8), rounding)
     rounded = nearest(x, scale, toy) @ nearest(w, amax_scale(float(np.abs(w).max()), toy), toy)

@@ -28,8 +28,8 @@ from loka_onnx.cli.outcome import first_line, outcome_json, print_outcome
 from loka_onnx.cli.progress import StageReporter
 from loka_onnx.cli.terminal import Terminal, is_plain
 from loka_onnx.core.evaluation import BudgetStatus, SliceDifference
-from loka_onnx.core.progress import Joined
-from loka_onnx.pipeline.directory import Outcome
+from loka_onnx.core.progress import JoinedProgress
+from loka_onnx.pipeline.directory import StageOutcome
 from loka_onnx.pipeline.run import RunResult
 from loka_onnx.report import ReportData
 
@@ -49,11 +49,11 @@ def report(stream: io.StringIO, *, quiet: bool = False) -> str:
         reporter.on_stage("calibrate", None)
         reporter.progress("ranges", 3, 12)
         reporter.progress("errors", 9, 12)
-        reporter.on_stage("calibrate", Outcome("calibrate", False, 6.84))
+        reporter.on_stage("calibrate", StageOutcome("calibrate", False, 6.84))
         reporter.on_stage("plan", None)
-        reporter.on_stage("plan", Outcome("plan", True, 0.0))
+        reporter.on_stage("plan", StageOutcome("plan", True, 0.0))
         reporter.on_stage("mods", None)
-        reporter.on_stage("mods", Outcome("mods", False, 0.01))
+        reporter.on_stage("mods", StageOutcome("mods", False, 0.01))
     return stream.getvalue()
 
 
@@ -104,7 +104,7 @@ def test_a_stage_says_its_place_among_those_that_are_left():
         def begin(stage: str) -> None:
             reporter.on_stage(stage, None)
             places.append(reporter._bar.tasks[0].fields["place"])
-            reporter.on_stage(stage, Outcome(stage, False, 1.0))
+            reporter.on_stage(stage, StageOutcome(stage, False, 1.0))
 
         reporter.on_stages(["export", "plan", "refine", "evaluate", "report"])
         begin("export")
@@ -147,7 +147,7 @@ def test_who_gets_plain_lines_and_who_colour(monkeypatch, kind, environment, pla
 
 def test_pieces_of_work_are_one_task():
     told: list[tuple[str, int, int]] = []
-    joined = Joined(lambda task, done, total: told.append((task, done, total)), 25)
+    joined = JoinedProgress(lambda task, done, total: told.append((task, done, total)), 25)
     joined("judge a", 4, 10)
     joined("judge a", 10, 10)
     joined.skip_to_next(10)
@@ -175,9 +175,9 @@ def reported(*, quiet: bool = False) -> list[dict[str, Any]]:
         reporter.on_stage("calibrate", None)
         for done in range(0, 101, 10):
             reporter.progress("ranges", done, 100)
-        reporter.on_stage("calibrate", Outcome("calibrate", False, 6.84))
+        reporter.on_stage("calibrate", StageOutcome("calibrate", False, 6.84))
         reporter.on_stage("plan", None)
-        reporter.on_stage("plan", Outcome("plan", True, 0.0))
+        reporter.on_stage("plan", StageOutcome("plan", True, 0.0))
     assert console.file.getvalue() == "", "nothing but records"  # type: ignore[attr-defined]
     return records(stream.getvalue())
 

@@ -12,7 +12,7 @@ import pytest
 from loka_onnx.engines import device_lock
 from loka_onnx.engines.device_lock import device_alone
 from loka_onnx.engines.isolation import Cancelled, Ending, cancelled_by, run_child
-from loka_onnx.engines.request import Limits
+from loka_onnx.engines.request import BuildLimits
 from loka_onnx.errors import EngineError
 
 HOLDER = """
@@ -97,7 +97,7 @@ def test_time_that_a_child_waits_for_others_is_not_its_own(tmp_path, monkeypatch
     code = "import os, sys, time\ntime.sleep(0.9)\n"
     waits = child(tmp_path, code + "os.unlink(sys.argv[1])")
     sleeps = child(tmp_path, "import time\ntime.sleep(600)")
-    waiting, limits = tmp_path / "waiting", Limits(0.6, 1 << 30)
+    waiting, limits = tmp_path / "waiting", BuildLimits(0.6, 1 << 30)
     waiting.touch()
     assert run_child(waits, [str(waiting)], tmp_path / "log", limits, waiting).ending is Ending.EXITED
     assert run_child(sleeps, [str(waiting)], tmp_path / "log", limits, waiting).ending is Ending.TIMED_OUT
@@ -111,7 +111,7 @@ def test_a_thread_that_is_told_to_stop_ends_its_child(tmp_path, monkeypatch):
     def build() -> None:
         try:
             with cancelled_by(stop):
-                run_child(name, [str(tmp_path / "begun")], tmp_path / "log", Limits(600, 1 << 30))
+                run_child(name, [str(tmp_path / "begun")], tmp_path / "log", BuildLimits(600, 1 << 30))
         except Cancelled:
             seen.append("cancelled")
 

@@ -12,7 +12,7 @@ from onnx.reference import ReferenceEvaluator
 from onnx_text import parsed
 
 from loka_onnx.core.formats import Precision
-from loka_onnx.engines.onnx_operands import OperandReader, Source, is_same_up_to_transpose
+from loka_onnx.engines.onnx_operands import OperandReader, OperandSource, is_same_up_to_transpose
 from loka_onnx.engines.onnxruntime.site_precision import Graphs, site_precision
 
 F8 = ml_dtypes.float8_e4m3fn
@@ -36,7 +36,7 @@ def model(tmp_path: Path) -> Path:
     return path
 
 
-def operands(model: Path, site: str) -> tuple[Source, ...]:
+def operands(model: Path, site: str) -> tuple[OperandSource, ...]:
     reader = OperandReader(model)
     node = reader.product(site)
     assert node is not None
@@ -44,8 +44,8 @@ def operands(model: Path, site: str) -> tuple[Source, ...]:
 
 
 def test_operands_are_seen_through_layout_and_fused_products_by_their_first_node(model: Path) -> None:
-    assert operands(model, "fc") == (Source("float", "float8e4m3fn"),) * 2
-    assert operands(model, "plain") == (Source("float"), Source("float", constant="w"))
+    assert operands(model, "fc") == (OperandSource("float", "float8e4m3fn"),) * 2
+    assert operands(model, "plain") == (OperandSource("float"), OperandSource("float", constant="w"))
     assert OperandReader(model).float_types() == {"float", "float8e4m3fn"}
     reader = OperandReader(model)
     fused = reader.product("folded")

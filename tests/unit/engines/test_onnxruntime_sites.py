@@ -17,10 +17,10 @@ from loka_onnx.core.recipe import Recipe
 from loka_onnx.engines.onnx_operands import OperandReader
 from loka_onnx.engines.onnxruntime.io_binding_settings import settings_for, why_declined, without_graphs
 from loka_onnx.engines.onnxruntime.providers import CPU, CUDA, MIGRAPHX, TENSORRT, PlacedNode, Provider
-from loka_onnx.engines.onnxruntime.site_precision import Graphs, Placement, dump_optimized, site_precision
+from loka_onnx.engines.onnxruntime.site_precision import Graphs, NodePlacement, dump_optimized, site_precision
 from loka_onnx.engines.onnxruntime.triton import DISABLE_ALL, triton_form
 from loka_onnx.engines.request import BuildRequest
-from loka_onnx.engines.triton.forms import Form, Source
+from loka_onnx.engines.triton.forms import BundledEngine, Form
 from loka_onnx.errors import ModelError
 
 ON_CUDA, ON_CPU = CUDA.name, CPU.name
@@ -42,8 +42,8 @@ def graphs_of(path: Path, *, is_fp32: bool = False) -> Graphs:
     return Graphs(reader, reader, is_fp32)
 
 
-def placed(provider: str) -> Placement:
-    return Placement(CUDA, [PlacedNode("fc", "MatMul", provider), PlacedNode("", "Cast", ON_CUDA)])
+def placed(provider: str) -> NodePlacement:
+    return NodePlacement(CUDA, [PlacedNode("fc", "MatMul", provider), PlacedNode("", "Cast", ON_CUDA)])
 
 
 @pytest.mark.parametrize("kind", ["float", "float16", "bfloat16"])
@@ -59,10 +59,10 @@ def test_a_product_in_the_planned_type_on_the_gpu(kind: str, tmp_path: Path) -> 
     ("placement", "said"),
     [
         (placed(ON_CPU), "MatMul 'fc' runs on CPUExecutionProvider: CUDAExecutionProvider does not take it"),
-        (Placement(CUDA, []), "ONNX Runtime does not say which provider runs MatMul 'fc'"),
+        (NodePlacement(CUDA, []), "ONNX Runtime does not say which provider runs MatMul 'fc'"),
     ],
 )
-def test_a_product_elsewhere_is_a_fallback(placement: Placement, said: str, tmp_path: Path) -> None:
+def test_a_product_elsewhere_is_a_fallback(placement: NodePlacement, said: str, tmp_path: Path) -> None:
     graphs = graphs_of(product_model(tmp_path, "float16"))
     found = site_precision("fc", Precision.FP16, graphs, placement)
     assert (found.engaged, found.evidence) == (False, said)
@@ -98,7 +98,7 @@ def test_a_log_says_where_nodes_went_and_a_refusal_why(tmp_path: Path) -> None:
     nodes = [PlacedNode(f"n{i}", "MatMul", ON_CUDA) for i in range(3)] + [
         PlacedNode(f"c{i}", "NonZero", ON_CPU) for i in range(25)
     ]
-    lines = Placement(CUDA, nodes).describe().splitlines()
+    lines = NodePlacement(CUDA, nodes).describe().splitlines()
     assert lines[:2] == ["25 nodes on CPUExecutionProvider", "3 nodes on CUDAExecutionProvider"]
     assert lines[2] == "not on CUDAExecutionProvider: NonZero 'c0'"
     assert len(lines) == 22
@@ -182,7 +182,7 @@ def test_triton_does_not_optimize_graphs_for_a_compiler(
 ) -> None:
     model = product_model(tmp_path, "float")
     engine = ("e", backend, "1.31.1", "gpu", "sm90", "any", "p", False, BatchRange(1, 8), model.name, 1, "")
-    source = Source(tmp_path, EngineEntry(*engine, {}, None), "m", (), (), {}, {}, 1)
+    source = BundledEngine(tmp_path, EngineEntry(*engine, {}, None), "m", (), (), {}, {}, 1)
     form = triton_form(source)
     assert isinstance(form, Form)
     assert dict(form.model.optimization).get("graph") == (level and (("level", level),))

@@ -11,7 +11,7 @@ import pytest
 from loka_onnx.data import Batch, open_dataset
 from loka_onnx.errors import DataError, EngineError, EvaluationError
 from loka_onnx.evaluation.engines import Split
-from loka_onnx.evaluation.predictions import Streams, padded, predict
+from loka_onnx.evaluation.predictions import Streams, any_size, predict
 
 
 def batches(*sizes):
@@ -98,11 +98,11 @@ def test_a_short_batch_repeats_rows_for_an_engine_that_takes_no_fewer():
         assert len(x) >= 4
         return {"ctr": 2 * x, "whole": np.zeros(3), "number": np.float32(1)}
 
-    got = predict(padded(run, 4), batches(5, 4, 3), ("ctr",))
+    got = predict(any_size(run, 4), batches(5, 4, 3), ("ctr",))
     np.testing.assert_array_equal(got.outputs["ctr"], 2.0 * np.arange(12))
     assert asked == [[0, 1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 9]]
     # What does not follow the batch is left to whoever reads it.
-    one = padded(run, 4)({"x": np.ones((1, 1), np.float32)})
+    one = any_size(run, 4)({"x": np.ones((1, 1), np.float32)})
     assert [np.shape(one[name]) for name in ("ctr", "whole", "number")] == [(1, 1), (3,), ()]
 
 

@@ -7,7 +7,7 @@ import pytest
 from loka_onnx.graph.entry import canonicalize
 from loka_onnx.graph.id_bounds import id_bounds
 from loka_onnx.graph.model import GraphModel
-from loka_onnx.graph.moves import Origin, column_origins
+from loka_onnx.graph.moves import InputColumn, column_origins
 
 I64 = np.int64
 LAST = np.iinfo(I64).max
@@ -152,8 +152,8 @@ def test_other_inputs_have_bounds_of_their_own(write_model):
     assert id_bounds(GraphModel.load(path)) == {"ids": (None, None)}
 
 
-X = tuple(Origin("x", column) for column in range(3))
-AGE = (Origin("age", 0),)
+X = tuple(InputColumn("x", column) for column in range(3))
+AGE = (InputColumn("age", 0),)
 ORIGINS = {
     "the input itself": ("y = Identity(x)", X),
     "functions of each element": ("a = Abs(x)  b = Log(a)  c = Clip(b, low)  y = Tanh(c)", X),

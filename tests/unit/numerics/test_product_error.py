@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from loka_onnx.core.formats import E5M2
 from loka_onnx.core.recipe import Granularity
-from loka_onnx.numerics.product_error import Product, Rounding
+from loka_onnx.numerics.product_error import Rounding, SampledProduct
 from loka_onnx.numerics.smoothing import is_gain, keeping_range, smoothing_factors, to_powers_of_two
 
 RANDOM = np.random.default_rng(0)
@@ -56,18 +56,18 @@ def test_the_formula(seed):
     if seed is not None:
         random = np.random.default_rng(seed)
         before, behind, units = (np.exp(random.normal(size=size)) for size in (K, N, N))
-    found = measured(Product(AMAX, W, ALL, units), before, behind)
+    found = measured(SampledProduct(AMAX, W, ALL, units), before, behind)
     assert found == pytest.approx(expected(before, behind, units), rel=1e-6)
     assert 1e-4 < found < 1e-2
 
 
 def test_saturation_another_format_and_nothing():
-    assert measured(Product(AMAX / 100, W, ALL), *ONES) > 0.5
+    assert measured(SampledProduct(AMAX / 100, W, ALL), *ONES) > 0.5
     # E5M2 has one bit less: four times the energy of E4M3.
     rounding = Rounding(E5M2, (Granularity.PER_TENSOR,))
-    product = Product(AMAX, W, ALL)
+    product = SampledProduct(AMAX, W, ALL)
     assert measured(product, *ONES, rounding) / measured(product, *ONES) == pytest.approx(4, rel=0.2)
-    product = Product(AMAX, np.zeros((K, N)), ALL)
+    product = SampledProduct(AMAX, np.zeros((K, N)), ALL)
     assert measured(product, *ONES, Rounding()) == 0.0
 
 
@@ -75,7 +75,7 @@ def test_the_better_granularity_counts_for_some_columns_too():
     # One column is 10⁶ times as large: under one scale the others vanish.
     weight = W.copy()
     weight[:, 0] *= 1e6
-    product = Product(AMAX, weight, np.arange(1, N))
+    product = SampledProduct(AMAX, weight, np.arange(1, N))
     one = measured(product, *ONES)
     both = measured(product, *ONES, Rounding())
     assert one == pytest.approx(1.0, rel=1e-3)
@@ -83,7 +83,7 @@ def test_the_better_granularity_counts_for_some_columns_too():
     assert both == measured(product, *ONES, Rounding(weights=(Granularity.PER_CHANNEL,)))
     weight = W.copy()
     weight[:, 0] *= 1e6
-    assert measured(Product(AMAX, weight, np.array([3, 7])), *ONES) == pytest.approx(1.0, rel=1e-3)
+    assert measured(SampledProduct(AMAX, weight, np.array([3, 7])), *ONES) == pytest.approx(1.0, rel=1e-3)
 
 
 MAGNITUDES = st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=20)

@@ -16,7 +16,7 @@ from onnx_text import parsed
 from loka_onnx.cli.main import main
 from loka_onnx.config import build_run_config
 from loka_onnx.errors import ConfigError, DataError
-from loka_onnx.operations.proposal import Proposal, name_of, propose
+from loka_onnx.operations.proposal import Proposal, propose, run_name
 
 ROWS = 400
 
@@ -122,8 +122,8 @@ def test_a_matrix_of_ids_takes_the_group_too_and_only_ids_of_its_tables(
 def test_the_name_is_the_file_s_or_that_of_a_folder_that_says_something(
     tmp_path: Path, file: str, name: str
 ) -> None:
-    assert name_of(tmp_path / file) == name
-    assert name_of(Path("/model.onnx")) == "ranker"
+    assert run_name(tmp_path / file) == name
+    assert run_name(Path("/model.onnx")) == "ranker"
 
 
 @pytest.mark.parametrize(("squeeze", "smallest"), [("Squeeze(y)", 2), ("Squeeze(y, last)", 1)])

@@ -21,7 +21,7 @@ from loka_onnx.graph.entry import open_inputs
 from loka_onnx.graph.model import GraphModel, shape_of
 from loka_onnx.pipeline.accepting import export_model
 from loka_onnx.pipeline.rows import fixed_widths
-from loka_onnx.runtime.requests import Layout
+from loka_onnx.runtime.requests import RequestSpec
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
 
 # A mean over a history whose length is read from the history, beside scores of as many positions.
@@ -147,7 +147,7 @@ def test_a_run_imports_with_the_width_and_requests_of_another_are_refused(place:
     exported = export_model(cast(Any, settings))
     # Data of another width are another import.
     assert made == [{"history": 4, "weight": 4, "dense": 3}]
-    layout = Layout(exported.inputs, BatchRange(1, 8), "model")
+    layout = RequestSpec(exported.inputs, BatchRange(1, 8), "model")
     assert layout.rows_of(request(4)) == 5
     with pytest.raises(DataError) as caught:
         layout.rows_of({**request(4), "history": request(5)["history"]})

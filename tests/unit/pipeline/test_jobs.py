@@ -17,7 +17,7 @@ from loka_onnx.core.formats import Precision
 from loka_onnx.core.job import BatchSizes, BuildJob, JobRows
 from loka_onnx.core.rewrite import Part
 from loka_onnx.engines.onnxruntime.backend import OnnxRuntimeBackend
-from loka_onnx.engines.request import BuildRequest, Limits
+from loka_onnx.engines.request import BuildLimits, BuildRequest
 from loka_onnx.errors import ConfigError, EngineError, EvaluationError, ModelError
 from loka_onnx.pipeline import job_execution
 from loka_onnx.pipeline.job_execution import execute_job
@@ -65,7 +65,7 @@ def written(
         batch=batch,
         output=folder / "unused",
         sample=model.sample,
-        limits=Limits(60.0, 2 << 30),
+        limits=BuildLimits(60.0, 2 << 30),
     )
     rows = [SplitRows(split, len(ROWS), 10, batches) for split in ("selection", "certification")]
     origin = JobOrigin("run", NAME, "onnxruntime", Part.WHOLE, ("out",), rows if data else (), timed)

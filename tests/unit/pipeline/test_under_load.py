@@ -32,7 +32,7 @@ from loka_onnx.core.progress import silent
 from loka_onnx.core.throughput import CHOSEN, HIGH_PRECISION, ThroughputSet
 from loka_onnx.errors import EngineError
 from loka_onnx.pipeline.directory import RunDirectory
-from loka_onnx.pipeline.serving import Served, measure_throughput, under_load
+from loka_onnx.pipeline.serving import EngineCopies, measure_throughput, under_load
 from loka_onnx.planning.evidence import Evidence
 from loka_onnx.sessions import host_devices
 from loka_onnx.sessions.cuda import CudaDevice
@@ -180,7 +180,7 @@ class Counting(Runner):
 def test_copies_of_an_engine_are_asked_as_servers_ask(wanted, stays, where, counts):
     copies = [Counting(stays), Counting(stays)]
     request = {"x": np.zeros(8)}
-    served = Served.of(copies, request, InputPlace(wanted))
+    served = EngineCopies.of(copies, request, InputPlace(wanted))
     for answer in served.runs:
         answer(request)
     assert served.inputs is InputPlace(where)

@@ -14,7 +14,7 @@ from sample_run import SampleRun
 from loka_onnx.core.model_graph import GraphEdge, GraphNode, ModelGraph, NodeKind
 from loka_onnx.core.plan import Decision, PlanSet, Verdict
 from loka_onnx.report import ReportData
-from loka_onnx.report.graph_layout import NODE_HEIGHT, GraphLayout, lay_out, width_of
+from loka_onnx.report.graph_layout import NODE_HEIGHT, GraphLayout, box_width, lay_out
 from loka_onnx.report.graph_view import graph_view
 
 
@@ -35,7 +35,7 @@ def check(graph: ModelGraph, layout: GraphLayout) -> None:
     for edge in graph.edges:
         assert layout.layers[edge.source] < layout.layers[edge.target]
         assert layout.places[edge.source][1] < layout.places[edge.target][1], "data flows downwards"
-    boxes = sorted((y, x, width_of(node)) for node, (x, y) in zip(graph.nodes, layout.places, strict=True))
+    boxes = sorted((y, x, box_width(node)) for node, (x, y) in zip(graph.nodes, layout.places, strict=True))
     for (y, x, width), (other_y, other_x, other) in combinations(boxes, 2):
         if other_y - y < NODE_HEIGHT:
             assert abs(other_x - x) >= (width + other) / 2, "two boxes overlap"
@@ -69,7 +69,7 @@ def test_a_line_past_other_nodes_goes_around_them():
     assert passed
     for x, y in passed:
         for node, (at, height) in zip(graph.nodes[1:3], layout.places[1:3], strict=True):
-            assert abs(y - height) > NODE_HEIGHT / 2 or abs(x - at) > width_of(node) / 2
+            assert abs(y - height) > NODE_HEIGHT / 2 or abs(x - at) > box_width(node) / 2
 
 
 def test_an_input_stands_above_its_first_reader():

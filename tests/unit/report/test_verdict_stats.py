@@ -27,7 +27,7 @@ from loka_onnx.core.intervals import Interval
 from loka_onnx.core.refinement import Refinement
 from loka_onnx.core.throughput import ThroughputSet
 from loka_onnx.report import ReportData
-from loka_onnx.report.document import BudgetBar, Tone, Verdict
+from loka_onnx.report.document import BudgetBar, TargetVerdict, Tone
 from loka_onnx.report.engine_tables import fallbacks_section, latency_tables
 from loka_onnx.report.markdown import to_markdown
 from loka_onnx.report.sections import build_document
@@ -132,7 +132,7 @@ def test_a_bar_keeps_the_order_of_what_is_on_it(made: BudgetBar) -> None:
     assert all(0 < place < 100 for place in places.values())
 
 
-def first_verdict(data: ReportData) -> Verdict:
+def first_verdict(data: ReportData) -> TargetVerdict:
     return build_document(data).verdicts[0]
 
 

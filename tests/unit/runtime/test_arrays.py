@@ -166,7 +166,7 @@ def test_bf16_goes_in_and_comes_out():
     array = dlpack.on_host(tensor)
     assert array.dtype == ml_dtypes.bfloat16
     assert array.ctypes.data == tensor.data_ptr()
-    back = requests.from_host(array * array, requests.kind_of(tensor))
+    back = requests.to_kind(array * array, requests.kind_of(tensor))
     assert back.dtype == torch.bfloat16
     torch.testing.assert_close(back, tensor * tensor)
     # The view keeps what it looks at.

@@ -22,7 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from loka_onnx.errors import ConfigError, EngineError
 from loka_onnx.runtime import Engine
 from loka_onnx.serving import server
-from loka_onnx.serving.server import Limits, ServeOptions, make_app, make_server, serve
+from loka_onnx.serving.server import ServeOptions, ServerLimits, make_app, make_server, serve
 
 INFER = "/v2/models/ranker/infer"
 ROW = [0.5] * 16
@@ -74,7 +74,7 @@ class Client:
 
 
 @contextmanager
-def client_of(engine: Engine, limits: Limits | None = None, threads: int = 2) -> Iterator[Client]:
+def client_of(engine: Engine, limits: ServerLimits | None = None, threads: int = 2) -> Iterator[Client]:
     with ThreadPoolExecutor(threads) as workers:
         yield Client(make_app(engine, "ranker", workers, limits))
 
@@ -148,7 +148,7 @@ async def pieces(body: bytes) -> AsyncIterator[bytes]:
 
 
 def test_a_body_in_chunks_has_the_same_limit_and_a_batch_that_of_the_engine(engine):
-    with client_of(engine, Limits(body_bytes=5000)) as client:
+    with client_of(engine, ServerLimits(body_bytes=5000)) as client:
         for rows, status in ((1, 200), (100, 413)):
             response = client.call(
                 "POST", INFER, content=pieces(request(rows)), headers={"transfer-encoding": "chunked"}
@@ -208,7 +208,7 @@ def held(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.
 
 @pytest.mark.parametrize(
     ("limits", "answered"),
-    [(Limits(waiting=3), 3), (Limits(held_bytes=2 * len(request()) + 1), 2)],
+    [(ServerLimits(waiting=3), 3), (ServerLimits(held_bytes=2 * len(request()) + 1), 2)],
     ids=["requests", "bytes of their bodies"],
 )
 def test_more_than_fits_is_refused_at_once_and_a_probe_does_not_wait(engine, monkeypatch, limits, answered):
@@ -276,7 +276,7 @@ class Running:
 
 
 @contextmanager
-def running(engine: Engine, limits: Limits) -> Iterator[Running]:
+def running(engine: Engine, limits: ServerLimits) -> Iterator[Running]:
     with ThreadPoolExecutor(2) as workers, socket.create_server(("127.0.0.1", 0)) as listener:
         server = make_server(make_app(engine, "ranker", workers, limits), lambda: None, access_log=False)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
@@ -310,7 +310,7 @@ def post(body: bytes, *headers: str) -> bytes:
     return "\r\n".join(lines).encode() + body
 
 
-LIMITS = Limits(body_bytes=1 << 20, body_seconds=0.2)
+LIMITS = ServerLimits(body_bytes=1 << 20, body_seconds=0.2)
 
 
 @pytest.mark.parametrize(
@@ -330,7 +330,7 @@ def test_a_connection_whose_next_request_is_in_doubt_is_closed(engine, data, sta
 
 
 def test_who_sends_too_much_is_told_so_and_not_reset(engine):
-    with running(engine, Limits(body_bytes=1 << 20)) as server:
+    with running(engine, ServerLimits(body_bytes=1 << 20)) as server:
         url = f"http://127.0.0.1:{server.port}/v2/models/ranker/infer"
         assert httpx.post(url, content=bytes(20 << 20), timeout=10).status_code == 413
 
@@ -351,7 +351,7 @@ SENT = {
 @pytest.mark.parametrize("sent", SENT.values(), ids=SENT)
 def test_no_connection_holds_up_the_end_or_fills_the_log(engine, sent, caplog, capfd):
     """A body that stands still is not a request under way."""
-    with running(engine, Limits(closing_seconds=0.3)) as it:
+    with running(engine, ServerLimits(closing_seconds=0.3)) as it:
         connection = it.connect(sent)
         wait_until(lambda: len(it.server.server_state.connections) == 1 or b"no http" in sent)
         time.sleep(0.2)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from fake_cuda_driver import FakeDriver
 
-from loka_onnx.engines.request import Limits
+from loka_onnx.engines.request import BuildLimits
 from loka_onnx.engines.tensorrt import first_opening
 from loka_onnx.engines.tensorrt.first_opening import check_opens
 from loka_onnx.engines.tensorrt.session import open_engine
@@ -80,7 +80,7 @@ def test_a_library_that_ends_the_process_ends_a_child(place: Path, does: str, en
 
 
 def test_one_that_takes_for_ever_is_ended(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(first_opening, "LIMITS", Limits(seconds=6.0))
+    monkeypatch.setattr(first_opening, "LIMITS", BuildLimits(seconds=6.0))
     with pytest.raises(EngineError, match="time limit of 6 s"):
         check_opens(library(place, "signal.pause()"), "11.4.0", place / "engine.trt", GPU)
 

@@ -13,7 +13,7 @@ from loka_onnx.engines.onnxruntime.providers import (
     MIGRAPHX,
     TENSORRT,
     Provider,
-    device_of,
+    gpu_index,
     host_blocker,
     provider_chain,
     provider_for,
@@ -85,10 +85,10 @@ def test_an_engine_sets_no_option_that_names_a_file(provider: Provider) -> None:
 
 
 def test_the_first_gpu_of_an_architecture(host: None) -> None:
-    assert device_of(CPU, "cpu") == 0
-    assert device_of(CUDA, "sm90") == 1
+    assert gpu_index(CPU, "cpu") == 0
+    assert gpu_index(CUDA, "sm90") == 1
     with pytest.raises(EngineError, match=r"no GPU of sm120(?s:.*)sm89, sm90"):
-        device_of(CUDA, "sm120")
+        gpu_index(CUDA, "sm120")
 
 
 def test_what_a_host_lacks(host: None) -> None:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import onnx
 
-from loka_onnx.engines.inductor.fusions.base import DOMAIN, HALVES, DeclinedFusion, Fused, padded, static
+from loka_onnx.engines.inductor.fusions.base import DOMAIN, HALVES, DeclinedFusion, Fused, static, tiled
 from loka_onnx.engines.inductor.fusions.planned import Node, PlannedGraph, Tensor
 
 OP = f"{DOMAIN}::Attention"
@@ -69,7 +69,7 @@ def is_short(queries: int, keys: int, width: int) -> bool:
     (`benchmarks/records/attention-times.json`); more than 104 queries or keys were not timed. On a CPU, 2
     queries of 100 keys took 1.3 times the unfused time.
     """
-    fits = padded(keys) * padded(width) <= SHORT_ELEMENTS
+    fits = tiled(keys) * tiled(width) <= SHORT_ELEMENTS
     return keys in SHORT_KEYS and queries <= SHORT_QUERIES and width <= SHORT_WIDTH and fits
 
 

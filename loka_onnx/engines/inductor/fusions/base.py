@@ -33,7 +33,7 @@ class DeclinedFusion(Exception):
         self.node = node
 
 
-def padded(size: int) -> int:
+def tiled(size: int) -> int:
     """Side of a tile that holds `size`: a power of two, at least 16 for matrix units."""
     return max(16, 1 << (size - 1).bit_length())
 
@@ -98,14 +98,14 @@ def is_quantize(node: Node) -> bool:
 
 
 @dataclass(frozen=True)
-class Ends:
+class KernelOutputs:
     """Outputs of a kernel: Z itself if `wide`, and that of `quantize` if there is one."""
 
     wide: bool
     quantize: Node | None
 
     @classmethod
-    def of(cls, graph: PlannedGraph, end: Tensor) -> Ends:
+    def of(cls, graph: PlannedGraph, end: Tensor) -> KernelOutputs:
         """Outputs for the readers of Z; of several Q with different scales, the kernel computes none."""
         readers = end.readers
         quantized = [reader for reader in readers if is_quantize(reader)]

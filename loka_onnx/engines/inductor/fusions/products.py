@@ -43,8 +43,8 @@ from loka_onnx.engines.inductor.fusions.base import (
     EIGHT_BITS,
     HALVES,
     DeclinedFusion,
-    Ends,
     Fused,
+    KernelOutputs,
     is_row,
     is_symmetric,
     only_reader,
@@ -184,7 +184,7 @@ class _Epilogue:
         """Write the fused node under the site's name; the old node has no outputs left. `factors` are A, its
         scale, Wᵀ, its scale, and the product of both scales for each column.
         """
-        ends = Ends.of(graph, self.end)
+        ends = KernelOutputs.of(graph, self.end)
         inputs = [*factors[:4], self.bias, *(self.cross or (None, None)), ends.scale, *factors[4:]]
         attrs = {"relu": int(self.relu), "slope": self.slope, "base": self.end.kind, **ends.attributes}
         graph.replace(f"{DOMAIN}::{op}", node.name, inputs, ends.replaced(self.end), attrs)
@@ -291,7 +291,7 @@ def quantized_concat(graph: PlannedGraph, node: Node) -> Fused | None:
     if node.op != "Concat":
         return None
     joined = node.outputs[0]
-    ends = Ends.of(graph, joined)
+    ends = KernelOutputs.of(graph, joined)
     if ends.quantize is None:
         return None
     if joined.kind not in HALVES:

@@ -38,12 +38,12 @@ from loka_onnx.engines.inductor.fusions.base import (
     DOMAIN,
     HALVES,
     DeclinedFusion,
-    Ends,
     Fused,
+    KernelOutputs,
     is_quantize,
     only_reader,
-    padded,
     static,
+    tiled,
     unrounded,
 )
 from loka_onnx.engines.inductor.fusions.planned import Node, PlannedGraph, Tensor
@@ -57,7 +57,7 @@ build of the candidate fails; sm89 and sm120 were not tried."""
 
 def is_too_large(*sides: int) -> bool:
     """True if a tile of any two of some sides exceeds `MOST_ELEMENTS`."""
-    return any(padded(a) * padded(b) > MOST_ELEMENTS for a, b in combinations(sides, 2))
+    return any(tiled(a) * tiled(b) > MOST_ELEMENTS for a, b in combinations(sides, 2))
 
 
 def made_by(tensor: Tensor, op: str) -> Node | None:
@@ -302,7 +302,7 @@ def token_concat(graph: PlannedGraph, node: Node) -> Fused | None:
     if is_too_large(n, m, d) or is_too_large(max(rows), d):
         raise declined(f"{max(rows)}×{d} tokens are too large for one program")
     end = _flattened(graph, match.end, (m + (0 if others is None else others[0])) * d)
-    ends = Ends.of(graph, end)
+    ends = KernelOutputs.of(graph, end)
     name = graph.fresh_name(f"{mix.product.name}/tokens")
     tokens, weight = unrounded(graph, mix.x), graph.constant(f"{name}.w", mix.weight.T)
     inputs = [tokens, weight, None if beside is None else unrounded(graph, beside), ends.scale]

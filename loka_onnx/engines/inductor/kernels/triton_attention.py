@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
-from loka_onnx.engines.inductor.fusions.base import padded
+from loka_onnx.engines.inductor.fusions.base import tiled
 
 MOST_QUERIES = 64
 """Most queries of a program: rows of one instruction of four warps on Hopper."""
@@ -33,7 +33,7 @@ PRODUCTS, LOADED = 64, 128
 
 
 @dataclass(frozen=True)
-class Shape:
+class Tile:
     """Tile of a program; each side is a power of two of at least 16."""
 
     queries: int
@@ -41,9 +41,9 @@ class Shape:
     width: int
 
     @classmethod
-    def of(cls, queries: int, keys: int, width: int) -> Shape:
+    def of(cls, queries: int, keys: int, width: int) -> Tile:
         """Tile for a number of queries, keys, and values of a head."""
-        rows, columns, depth = (padded(size) for size in (queries, keys, width))
+        rows, columns, depth = (tiled(size) for size in (queries, keys, width))
         return cls(max(16, min(rows, MOST_QUERIES, MOST_PRODUCTS // columns)), columns, depth)
 
     @property
@@ -127,7 +127,7 @@ def short_attention(
     selects products that become −∞: where it is true if `drop`, else where it is false.
     """
     (batch, heads, queries, d), keys = q.shape, v.shape[2]
-    shape = Shape.of(queries, keys, d)
+    shape = Tile.of(queries, keys, d)
     out = torch.empty((batch, queries, heads, d), dtype=q.dtype, device=q.device)
     chooses = mask is not None and mask.dtype is torch.bool
     of_mask = (0,) * 4 if mask is None else broadcast_strides(mask)

@@ -28,7 +28,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
-from loka_onnx.engines.inductor.fusions.base import padded
+from loka_onnx.engines.inductor.fusions.base import tiled
 from loka_onnx.engines.inductor.kernels.triton_product import to_eight_bits
 
 ROWS, COLUMNS = 16, 128
@@ -187,7 +187,7 @@ def token_concat(
     outputs = [torch.empty(shape, dtype=half, device=x.device)] if wide else []
     if narrow is not None:
         outputs.append(torch.empty(shape, dtype=narrow, device=x.device))
-    sizes = {"N": n, "M": m, "NF": others, "D": d, "N2": padded(n), "M2": padded(m), "D2": padded(d)}
+    sizes = {"N": n, "M": m, "NF": others, "D": d, "N2": tiled(n), "M2": tiled(m), "D2": tiled(d)}
     sizes["NF2"] = max(1, triton.next_power_of_2(others))
     how = {"MIX_FIRST": mix_first, "BF16": half is torch.bfloat16, "WIDE": wide}
     how["NARROW"] = narrow is not None

@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
-from loka_onnx.engines.inductor.fusions.base import padded
+from loka_onnx.engines.inductor.fusions.base import tiled
 from loka_onnx.engines.inductor.kernels.triton_product import to_eight_bits
 
 
@@ -73,7 +73,7 @@ def factorization_norm(
     batch, n, d = x.shape
     k = y.shape[1]
     out = torch.empty((batch, n * k), dtype=narrow or x.dtype, device=x.device)
-    sizes = {"N": n, "D": d, "K": k, "N2": padded(n), "D2": padded(d), "K2": padded(k)}
+    sizes = {"N": n, "D": d, "K": k, "N2": tiled(n), "D2": tiled(d), "K2": tiled(k)}
     wrap_triton(_loka_factorization_norm_kernel)[(batch,)](
         x, y, gamma, beta, out, inverse_scale, epsilon, **sizes, NARROW=narrow is not None, num_warps=4
     )
@@ -129,7 +129,7 @@ def token_residual_norm(
     batch, n, d = x.shape
     later, first = w.shape[0], n - w.shape[0]
     out = torch.empty_like(x)
-    sizes = {"N": n, "NF": first, "NL": later, "D": d, "N2": padded(n), "NL2": padded(later), "D2": padded(d)}
+    sizes = {"N": n, "NF": first, "NL": later, "D": d, "N2": tiled(n), "NL2": tiled(later), "D2": tiled(d)}
     sizes["NF2"] = triton.next_power_of_2(first)
     wrap_triton(_loka_token_residual_norm_kernel)[(batch,)](
         x, f, w, gamma, beta, out, epsilon, **sizes, num_warps=8

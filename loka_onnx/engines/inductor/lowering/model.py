@@ -21,7 +21,7 @@ from loka_onnx.engines.inductor.fusions.planned import PlannedGraph
 from loka_onnx.engines.inductor.kernels import operators
 from loka_onnx.engines.inductor.lowering import elementwise, movement, products, reductions
 from loka_onnx.engines.inductor.lowering.node import OPERATORS, REMEDY, Node, Operator, Scope, load_directly
-from loka_onnx.engines.inductor.lowering.steps import Step, Stored, evaluate, fold, store
+from loka_onnx.engines.inductor.lowering.steps import LoweredNode, Stored, evaluate, fold, store
 from loka_onnx.engines.inductor.lowering.strategies import ProductStrategy, ScaledMatMul
 from loka_onnx.engines.inductor.lowering.values import MOST_NUMBERS, TORCH_TYPES, Constant, Value
 from loka_onnx.engines.inductor.package import CompiledSite
@@ -40,7 +40,7 @@ class LoweredModel(nn.Module):
     def __init__(
         self,
         graph: onnx.GraphProto,
-        steps: tuple[Step, ...],
+        steps: tuple[LoweredNode, ...],
         constants: Mapping[str, Constant],
         stored: Mapping[str, Stored],
         scope: Scope,
@@ -106,7 +106,7 @@ def lower(model: Path | PlannedGraph, products: ProductStrategy | None = None) -
     nodes, constants = _read(planned, scope)
     outputs = [info.name for info in planned.source.output]
     with torch.no_grad():
-        steps = fold([Step(node, _operator(node)) for node in nodes], constants)
+        steps = fold([LoweredNode(node, _operator(node)) for node in nodes], constants)
         stored = store(steps, constants, outputs)
     scope.sites.clear()
     read = {name for step in steps for name in step.node.inputs} | {*outputs}
@@ -183,7 +183,7 @@ def _operator(node: Node) -> Operator:
     )
 
 
-def _with_last_uses(steps: list[Step], kept: set[str]) -> tuple[Step, ...]:
+def _with_last_uses(steps: list[LoweredNode], kept: set[str]) -> tuple[LoweredNode, ...]:
     """Add to each step the tensors, except those to keep, that it is the last to read."""
     seen, timed = set(kept), []
     for step in reversed(steps):

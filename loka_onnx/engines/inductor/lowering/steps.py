@@ -40,7 +40,7 @@ _SMALL = 1 << 14
 
 
 @dataclass(frozen=True)
-class Step:
+class LoweredNode:
     """A node and its lowering; nothing reads the tensors of `last_uses` after it."""
 
     node: Node
@@ -53,7 +53,7 @@ class Step:
         return None if self.node.domain else ON_SHAPES.get(self.node.op_type)
 
 
-def evaluate(step: Step, inputs: Sequence[Value]) -> tuple[Value, ...]:
+def evaluate(step: LoweredNode, inputs: Sequence[Value]) -> tuple[Value, ...]:
     """The outputs of a node, whose operators are annotated with its name (`site_precision.MARK`). Raises
     EngineError if the node cannot be lowered, or torch refuses it.
     """
@@ -67,7 +67,7 @@ def evaluate(step: Step, inputs: Sequence[Value]) -> tuple[Value, ...]:
     return done if isinstance(done, tuple) else (done,)
 
 
-def _apply(step: Step, inputs: Sequence[Value]) -> Any:
+def _apply(step: LoweredNode, inputs: Sequence[Value]) -> Any:
     if step.on_shapes is not None and any(isinstance(value, ShapeValue) for value in inputs):
         numbers = [numbers_of(value) if isinstance(value, Constant) else value for value in inputs]
         known = zip(numbers, inputs, strict=True)
@@ -84,7 +84,7 @@ def _apply(step: Step, inputs: Sequence[Value]) -> Any:
     return replace(first, values=moved)
 
 
-def _lowered(step: Step, inputs: Sequence[Value]) -> Any:
+def _lowered(step: LoweredNode, inputs: Sequence[Value]) -> Any:
     """Call the operator's function on the kinds of values that it takes."""
     node, operator = step.node, step.operator
     arguments: list[Value] = list(inputs) if operator.raw else []
@@ -109,7 +109,7 @@ def _describe(node: Node, inputs: Sequence[Value]) -> str:
     return f"inputs {', '.join(parts) or 'none'}"
 
 
-def fold(steps: Iterable[Step], constants: dict[str, Constant]) -> list[Step]:
+def fold(steps: Iterable[LoweredNode], constants: dict[str, Constant]) -> list[LoweredNode]:
     """Fold nodes with constant inputs into `constants`, which is edited, and return the other nodes."""
     kept = []
     for step in steps:
@@ -120,7 +120,7 @@ def fold(steps: Iterable[Step], constants: dict[str, Constant]) -> list[Step]:
     return kept
 
 
-def _folded(step: Step, constants: Mapping[str, Constant]) -> dict[str, Constant] | None:
+def _folded(step: LoweredNode, constants: Mapping[str, Constant]) -> dict[str, Constant] | None:
     node = step.node
     if node.op_type == "Constant" and not node.domain:
         return _value_of(node)
@@ -161,10 +161,10 @@ Stored = tuple[torch.Tensor, bool]
 
 
 def store(
-    steps: Sequence[Step], constants: Mapping[str, Constant], outputs: Sequence[str]
+    steps: Sequence[LoweredNode], constants: Mapping[str, Constant], outputs: Sequence[str]
 ) -> dict[str, Stored]:
     """Return the buffer of each constant that is read as a tensor, by its name."""
-    readers: dict[str, list[tuple[Step, int]]] = defaultdict(list)
+    readers: dict[str, list[tuple[LoweredNode, int]]] = defaultdict(list)
     for step, position, constant in _reads(steps, constants):
         readers[constant.name].append((step, position))
     for name in outputs:
@@ -191,7 +191,9 @@ def store(
     return stored
 
 
-def _reads(steps: Sequence[Step], constants: Mapping[str, Constant]) -> Iterable[tuple[Step, int, Constant]]:
+def _reads(
+    steps: Sequence[LoweredNode], constants: Mapping[str, Constant]
+) -> Iterable[tuple[LoweredNode, int, Constant]]:
     """Yield every read of a constant's elements."""
     shapes: set[str] = set()
     for step in steps:

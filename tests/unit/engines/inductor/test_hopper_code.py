@@ -125,7 +125,7 @@ def test_rows_of_a_table_are_read_in_wide_pieces(da: int, db: int, columns: int)
 
 def short_attention(queries: int, keys: int, width: int, heads: int = 8, **mask: Any) -> Any:
     """Of views of one product, with heads of a token beside each other."""
-    shape, row = triton_attention.Shape.of(queries, keys, width), 3 * heads * width
+    shape, row = triton_attention.Tile.of(queries, keys, width), 3 * heads * width
     constants: dict[str, Any] = {}
     for name, axes in (("Q", "BHQD"), ("K", "BHDK"), ("V", "BHKD")):
         strides = {"B": 128 * row, "H": width, "D": 1}
