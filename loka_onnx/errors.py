@@ -61,9 +61,18 @@ def nearest(word: str, known: Iterable[str]) -> str:
     return f"did you mean '{near[0]}'?" if near else ""
 
 
+_SOURCE = re.compile(r"/onnxruntime_src/\S+:\d+ (?:[\w:<>~*&, ]*::[\w~]+\([^()]*\)(?: const)? )?")
+
+
+def said_by(error: BaseException) -> str:
+    """Return a library's error without its place in ONNX Runtime's source, which hides shapes at fault."""
+    return _SOURCE.sub("", str(error)).strip()[:400]
+
+
 def line_of(error: BaseException, index: int = 0) -> str:
     """Return a line of a library's error, by default the first, or its class where it says nothing."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[index].strip()[:400]
+    text = _SOURCE.sub("", str(error)).strip()
+    return (text.splitlines() or [type(error).__name__])[index].strip()[:400]
 
 
 class LokaError(Exception):

@@ -40,7 +40,8 @@ def load_run_file(path: str | Path, overrides: Mapping[str, object] | None = Non
     path = Path(path)
     remedy = "give the path of a YAML file; `loka-onnx demo` writes one to start from"
     unreadable = ConfigError("E0101 cannot read the run file", where=str(path), remedy=remedy)
-    garbled = ConfigError("E0102 the run file is not UTF-8 text", where=str(path), remedy="save it as UTF-8")
+    remedy = "save it as UTF-8; it is YAML, and for a model `loka-onnx init` writes one"
+    garbled = ConfigError("E0102 the run file is not UTF-8 text", where=str(path), remedy=remedy)
     with (
         unreadable.in_place_of(OSError, words=lambda error: getattr(error, "strerror", "") or str(error)),
         garbled.in_place_of(UnicodeDecodeError),

@@ -23,7 +23,7 @@ import numpy.typing as npt
 import onnx
 
 from loka_onnx.core.rewrite import INDEX, USERS
-from loka_onnx.errors import EngineError, MissingPackage, ModelError, line_of
+from loka_onnx.errors import EngineError, MissingPackage, ModelError, line_of, said_by
 from loka_onnx.sessions.model_files import FLOAT8_TYPES, messages, nested_nodes, read_model
 from loka_onnx.sessions.runner import Arrays, Runner, to_users
 
@@ -201,7 +201,7 @@ class OnnxSession(Runner):
             else:
                 values = session.run(list(names), feeds)
         except Exception as error:
-            raise EngineError("E0921 ONNX Runtime failed on a batch", evidence=str(error)[:400]) from error
+            raise EngineError("E0921 ONNX Runtime failed on a batch", evidence=said_by(error)) from error
         return dict(zip(names, values, strict=True))
 
     def shared(self) -> OnnxSession:

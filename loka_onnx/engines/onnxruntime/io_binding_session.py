@@ -40,7 +40,7 @@ from loka_onnx.engines.onnxruntime.providers import (
     start_session,
     timing_directory,
 )
-from loka_onnx.errors import EngineError, ModelError
+from loka_onnx.errors import EngineError, ModelError, said_by
 from loka_onnx.sessions.buckets import padded, padded_rows, pieces_of, rows_of, run_in_buckets
 from loka_onnx.sessions.cuda import CudaContext
 from loka_onnx.sessions.dlpack import DTYPES, Borrowed
@@ -289,7 +289,7 @@ class IoBindingSession(Runner):
         except Exception as error:
             # onnxruntime raises errors of unrelated types.
             raise EngineError(
-                f"E0868 {self._provider.name} failed on a batch", evidence=str(error)[:400]
+                f"E0868 {self._provider.name} failed on a batch", evidence=said_by(error)
             ) from error
 
 

@@ -118,6 +118,11 @@ def test_no_content(run_file, content, what):
     assert f"DIR/ranker-fp8.yaml: {what}\n" in refusal(run_file)
 
 
+def test_who_gives_a_model_in_place_of_a_run_file_learns_how_to_get_one(run_file):
+    run_file.write_bytes(b"\x08\x0a\x12\x07pytorch\xba\x01")
+    assert "`loka-onnx init`" in refusal(run_file)
+
+
 def test_the_schema_is_closed_described_and_names_what_is_required():
     schema = run_file_schema()
     assert schema["required"] == ["model", "outputs", "data", "targets"]

@@ -98,6 +98,19 @@ def test_a_batch_that_fails_or_lacks_an_input_is_an_engine_error(plain):
         OnnxSession(plain).run({})
 
 
+@pytest.mark.parametrize(
+    "opened", [OnnxSession, lambda path: IoBindingSession(path, IoBindingSettings("cpu", ""))]
+)
+def test_a_batch_that_fails_names_the_shapes_and_not_the_source_of_the_runtime(opened, tmp_path):
+    model = parsed("g (float[b,4] x) => (float[8,3] y) { y = Reshape(x, shape) }")
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.array([8, 3]), "shape"))
+    onnx.save(model, tmp_path / "m.onnx")
+    with pytest.raises(EngineError) as failed:
+        opened(tmp_path / "m.onnx").run({"x": np.ones((2, 4), np.float32)})
+    assert failed.value.evidence.endswith("Input shape:{2,4}, requested shape:{8,3}")
+    assert "onnxruntime_src" not in failed.value.evidence
+
+
 def test_a_model_that_is_refused_says_why(tmp_path):
     path, model = tmp_path / "bad.onnx", parsed("g (float[b,4] x) => (float[b,4] y) { y = Frobnicate(x) }")
     onnx.save(model, path)
