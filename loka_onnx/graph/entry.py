@@ -137,7 +137,8 @@ def _fold(graph: gs.Graph) -> None:
     with G_LOGGER.suppress(G_LOGGER.ERROR), quiet_sessions():
         graph.fold_constants(fold_shapes=False, error_ok=True, should_exclude_node=is_no_constant)
         within = [graph, *(each for node in graph.nodes for each in node.subgraphs(recursive=True))]
-        if any([_fold_shape(node) for each in within for node in each.nodes]):
+        folded = [_fold_shape(node) for each in within for node in each.nodes]
+        if any(folded):
             graph.fold_constants(fold_shapes=False, error_ok=True, should_exclude_node=is_no_constant)
 
 
