@@ -108,6 +108,8 @@ def _read(tensor: Tensor, depth: int) -> tuple[Dim, ...] | None:
     if node.op == "ReduceProd":
         numbers = [entry for entry in entries if isinstance(entry, int)]
         return (prod(numbers),) if len(numbers) == len(entries) else None
+    if node.op == "Cast" and node.attrs["to"] == onnx.TensorProto.BOOL:
+        return None
     return entries if node.op in _PASSING or node.op == "Concat" else None
 
 
@@ -118,7 +120,8 @@ def _of_shape(node: Node) -> tuple[Dim, ...] | None:
 
 def _selected(node: Node, entries: tuple[Dim, ...]) -> tuple[Dim, ...] | None:
     """Return the elements that Gather or Slice with constant positions takes from a vector."""
-    if not all(is_constant(tensor) for tensor in node.inputs[1:] if tensor.name):
+    is_vector = len(node.inputs[0].shape or (None,)) == 1
+    if not is_vector or not all(is_constant(tensor) for tensor in node.inputs[1:] if tensor.name):
         return None
     numbers = [values_of(tensor).reshape(-1) for tensor in node.inputs[1:] if tensor.name]
     if node.op == "Gather":
