@@ -101,15 +101,14 @@ def _read(tensor: Tensor, depth: int) -> tuple[Dim, ...] | None:
         return None if node is None or not depth else _of_shape(node)
     parts = [_read(part, depth - 1) for part in (node.inputs if node.op == "Concat" else node.inputs[:1])]
     entries = tuple(entry for part in parts for entry in part or ())
-    if any(part is None for part in parts):
+    is_flag = node.op == "Cast" and node.attrs["to"] == onnx.TensorProto.BOOL
+    if is_flag or any(part is None for part in parts):
         return None
     if node.op in {"Gather", "Slice"}:
         return _selected(node, entries)
     if node.op == "ReduceProd":
         numbers = [entry for entry in entries if isinstance(entry, int)]
         return (prod(numbers),) if len(numbers) == len(entries) else None
-    if node.op == "Cast" and node.attrs["to"] == onnx.TensorProto.BOOL:
-        return None
     return entries if node.op in _PASSING or node.op == "Concat" else None
 
 
