@@ -29,7 +29,7 @@ from onnx_graphsurgeon.logger import G_LOGGER
 from loka_onnx.core.artifact import TensorSpec
 from loka_onnx.errors import ModelError
 from loka_onnx.graph.detached import info_of, refill
-from loka_onnx.graph.model import GraphModel, Node, is_constant, producer, values_of
+from loka_onnx.graph.model import GraphModel, is_constant, producer, values_of
 from loka_onnx.graph.naming import module_path, name_sites
 from loka_onnx.graph.parts import Typed, is_no_constant
 from loka_onnx.graph.shape_values import read_dimensions
@@ -137,11 +137,12 @@ def _fold(graph: gs.Graph) -> None:
     with G_LOGGER.suppress(G_LOGGER.ERROR), quiet_sessions():
         graph.fold_constants(fold_shapes=False, error_ok=True, should_exclude_node=is_no_constant)
         within = [graph, *(each for node in graph.nodes for each in node.subgraphs(recursive=True))]
-        if any([_fold_shape(node) for each in within for node in each.nodes]):
+        folded = [_fold_shape(node) for each in within for node in each.nodes]
+        if any(folded):
             graph.fold_constants(fold_shapes=False, error_ok=True, should_exclude_node=is_no_constant)
 
 
-def _fold_shape(node: Node) -> bool:
+def _fold_shape(node: gs.Node) -> bool:
     """Make the result of a Shape constant, or what Gather or Slice takes from one; return whether it is."""
     chosen = node.op in {"Gather", "Slice"}
     source = producer(node.inputs[0]) if chosen else node

@@ -101,7 +101,8 @@ def _read(tensor: Tensor, depth: int) -> tuple[Dim, ...] | None:
         return None if node is None or not depth else _of_shape(node)
     parts = [_read(part, depth - 1) for part in (node.inputs if node.op == "Concat" else node.inputs[:1])]
     entries = tuple(entry for part in parts for entry in part or ())
-    if any(part is None for part in parts):
+    is_flag = node.op == "Cast" and node.attrs["to"] == onnx.TensorProto.BOOL
+    if is_flag or any(part is None for part in parts):
         return None
     if node.op in {"Gather", "Slice"}:
         return _selected(node, entries)
@@ -118,7 +119,8 @@ def _of_shape(node: Node) -> tuple[Dim, ...] | None:
 
 def _selected(node: Node, entries: tuple[Dim, ...]) -> tuple[Dim, ...] | None:
     """Return the elements that Gather or Slice with constant positions takes from a vector."""
-    if not all(is_constant(tensor) for tensor in node.inputs[1:] if tensor.name):
+    is_vector = len(node.inputs[0].shape or (None,)) == 1
+    if not is_vector or not all(is_constant(tensor) for tensor in node.inputs[1:] if tensor.name):
         return None
     numbers = [values_of(tensor).reshape(-1) for tensor in node.inputs[1:] if tensor.name]
     if node.op == "Gather":

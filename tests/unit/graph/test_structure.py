@@ -105,6 +105,7 @@ CONSTANTS = {
     "second": np.array(1),
     "number": np.array([3.5], np.float32),
     "long": np.arange(100),
+    "one_by_two": np.array([1, 2]),
 }
 
 
@@ -136,6 +137,9 @@ UNREAD = {
     "sum": "s = Shape(x) r = Add(s, one)",
     "data": "r = Cast<to=7>(x)",
     "gathered_by_data": "s = Shape(x) i = NonZero(x) j = Reshape(i, minus) r = Gather(s, j)",
+    "row_of_a_matrix": "s = Shape<start=1>(x) t = Reshape(s, one_by_two) r = Gather(t, zero)",
+    "beyond_its_end": "s = Shape<start=1>(x) r = Gather(s, two)",
+    "flags": "s = Shape(x) f = Cast<to=9>(s) r = Cast<to=7>(f)",
     "too_long_for_dimensions": "r = Identity(long)",
     "partly_unknown": "s = Shape(x) t = Add(s, one) r = Concat<axis=0>(s, t)",
 }
