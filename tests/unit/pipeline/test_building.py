@@ -83,14 +83,14 @@ from dataclasses import replace
 from tiny_models import mlp
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.job import BatchSizes
-from loka_onnx.engines.request import BuildRequest, Limits
+from loka_onnx.engines.request import BuildLimits, BuildRequest
 from loka_onnx.pipeline.building import Task, build_all
 here = Path(sys.argv[1])
 model = mlp(here / "model", Precision.FP32, Precision.FP32, fp8=False)
 
 def task(i):
     request = BuildRequest(model.path, model.plan, model.sites, "cpu", "cpu", BatchSizes(1, 8, 16),
-                           here / str(i) / "engine", model.sample, limits=Limits(600.0, 1 << 32))
+                           here / str(i) / "engine", model.sample, limits=BuildLimits(600.0, 1 << 32))
     return Task(str(i), lambda: faulty.TellsAndHangs().build(request))
 
 build_all([task(i) for i in range(5)], 2)
