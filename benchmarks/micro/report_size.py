@@ -90,7 +90,6 @@ def measure_files(data: ReportData, directory: Path) -> dict[str, Any]:
             "nodes": len(data.graph.nodes),
             "edges": len(data.graph.edges),
             "layers": max(layout.layers) + 1,
-            "columns": layout.columns,
         },
         "sites": {
             "all": len(data.modified.sites),

@@ -61,12 +61,13 @@ from loka_onnx.graph.biases import expose_scores
 from loka_onnx.graph.model import GraphModel, values_of
 from loka_onnx.graph.sites import channel_axis
 from loka_onnx.numerics.rounding import fake_quantize
+from loka_onnx.pipeline.accepting import accept
 from loka_onnx.pipeline.context import Context, RunSettings
 from loka_onnx.pipeline.correcting import mean_rows, simulate
 from loka_onnx.pipeline.directory import RunDirectory
 from loka_onnx.pipeline.mods import HIGH_ERROR
 from loka_onnx.pipeline.plans import PLAN
-from loka_onnx.pipeline.run import RunOptions, Stage, accepted, recorded, run
+from loka_onnx.pipeline.run import RunOptions, Stage, recorded, run
 from loka_onnx.pipeline.versions import library_versions
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
 from loka_onnx.transforms.precision.apply_plan import PlanForm, apply_plan
@@ -381,7 +382,7 @@ def measure(
     with RunDirectory.create(
         output, recorded(config), library_versions(), force=False, resume=True
     ) as directory:
-        context = accepted(RunSettings(config, directory))
+        context = accept(RunSettings(config, directory)).context
         plan, model = PLAN.read(output).plan(f"{format}-all"), HIGH_ERROR.read(output).model
         return Case(context, model, plan, scratch).measure(choices)
 
