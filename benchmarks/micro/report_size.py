@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import shutil
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -90,6 +91,7 @@ def measure_files(data: ReportData, directory: Path) -> dict[str, Any]:
             "nodes": len(data.graph.nodes),
             "edges": len(data.graph.edges),
             "layers": max(layout.layers) + 1,
+            "columns": max(Counter(layout.layers).values()),
         },
         "sites": {
             "all": len(data.modified.sites),
