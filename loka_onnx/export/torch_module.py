@@ -71,7 +71,7 @@ def load_builder(reference: str) -> Callable[[], Any]:
 def export_torch(
     module: torch.nn.Module, rows: Arrays, target: Path, outputs: tuple[OutputSpec, ...]
 ) -> ModelArtifact:
-    """Export a module with a dynamic batch and measure its parity with the graph on all rows.
+    """Export a module with a dynamic batch and measure its parity with the canonical graph on all rows.
 
     `rows` are at least 2 examples, one array per input in the order of the module's, the batch on axis 0;
     `outputs` are in the order in which the module returns them. Weights beyond 1 GiB go beside `target`.

@@ -55,6 +55,7 @@ _NOT_THE_MODS = (OSError, MemoryError, OutputError, MissingPackage)
 """Errors of the machine, which the next mod would meet too."""
 _LONGEST_REASON = 300
 _MOST_ROUNDS = 4
+"""Graphs were seen to need two, and a third that finds nothing."""
 
 DEFAULT_MODS: tuple[type[Mod[Any]], ...] = (
     EinsumToMatMul,
@@ -99,7 +100,7 @@ def apply_mods(
 ) -> Rewritten:
     """Rewrite a model; a mod that fails, or moves an output beyond its tolerance on the rows, is rolled back.
 
-    What one mod leaves another may match, so rounds follow until one finds nothing (`_in_rounds`).
+    The result of one mod may match another, so rounds follow until one finds nothing.
 
     Raises TransformError if there are no rows.
     """

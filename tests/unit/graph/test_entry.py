@@ -456,50 +456,45 @@ def test_tables_stay_outside_in_memory_too(kind, write_model, tmp_path):
     assert back.save(tmp_path / "other/m.onnx") == model_digest(tmp_path / "other/m.onnx")
 
 
+def of_canonical(path: Path, feeds: dict[str, Any]) -> dict[str, Any]:
+    canonicalize(path).model.save(path.with_name("canonical.onnx"))
+    return OnnxSession(path.with_name("canonical.onnx")).run(feeds)
+
+
 BUCKETS = "c = Cast<to=1>(ids)  d = Mul(c, half)  e = Cast<to=7>(d)"
 
 
 @pytest.mark.parametrize("place", ["alone", "in a branch"])
-def test_numbers_between_casts_are_not_computed_in_integers(place, write_model, tmp_path):
+def test_numbers_between_casts_are_not_computed_in_integers(place, write_model):
     """Ids that a model makes buckets of: half of one is no product with the integer 0."""
     body = f"{BUCKETS}  y = Gather(table, e)"
     if place == "in a branch":
-        then = f"g1 () => (int64[b] e) {{ {BUCKETS} }}"
-        other = "g2 () => (int64[b] f) { f = Identity(ids) }"
-        branches = f"<then_branch = {then}, else_branch = {other}>"
+        then, other = f"(int64[b] e) {{ {BUCKETS} }}", "(int64[b] f) { f = Identity(ids) }"
+        branches = f"<then_branch = g1 () => {then}, else_branch = g2 () => {other}>"
         sign = "s = ReduceSum<keepdims=0>(ids)  n = Less(zero, s)"
         body = f"{sign}  i = If (n) {branches}  y = Gather(table, i)"
     weights = {"half": np.float32(0.5), "zero": np.int64(0), "table": randn(20, 4)}
     path = write_model(f"g (int64[b] ids) => (float[b,4] y) {{ {body} }}", weights)
-    canonicalize(path).model.save(tmp_path / "canonical.onnx")
     ids = {"ids": np.arange(20)}
-    for expected in OnnxSession(path).run(ids).values():
-        (found,) = OnnxSession(tmp_path / "canonical.onnx").run(ids).values()
-        np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(of_canonical(path, ids)["y"], OnnxSession(path).run(ids)["y"])
 
 
-PARTS_OF_SHAPES = [
+@pytest.mark.parametrize(("nodes", "length"), [
     ("t = Transpose<perm = [1, 0]>(x)  s = Shape<start = 1>(t)  n = Gather(s, first)", 3.0),
     ("u = Unsqueeze(x, last)  s = Shape<end = -1>(u)  n = Gather(s, back)", 4.0),
-    ("d = ReduceMax<keepdims = 0>(x)  e = Expand(d, sizes)  s = Shape<start = 1>(e)"
-     "  n = Gather(s, first)", 5.0),
+    ("d = ReduceMax<keepdims=0>(x)  e = Expand(d, sizes)  s = Shape<start=1>(e)  n = Gather(s, first)", 5.0),
     ("s = Shape(x)  p = Slice(s, back, end)  n = Gather(p, first)", 4.0),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("nodes", "length"), PARTS_OF_SHAPES)
-def test_a_part_of_a_shape_is_the_length_of_its_axis(nodes, length, write_model, tmp_path):
-    weights = {"first": np.int64(0), "back": np.array([-1]), "end": np.array([9]), "last": np.array([2])}
-    weights["sizes"] = np.array([2, 5])
+])  # fmt: skip
+def test_a_part_of_a_shape_is_the_length_of_its_axis(nodes, length, write_model):
+    values = {"first": 0, "back": [-1], "end": [9], "last": [2], "sizes": [2, 5]}
+    weights = {name: np.array(value) for name, value in values.items()}
     text = f"g (float[b,4] x) => (float[b,4] y) {{ {nodes}  f = Cast<to = 1>(n)  y = Mul(x, f) }}"
-    canonicalize(write_model(text, weights)).model.save(tmp_path / "canonical.onnx")
-    (found,) = OnnxSession(tmp_path / "canonical.onnx").run({"x": np.ones((3, 4), np.float32)}).values()
-    np.testing.assert_array_equal(found, np.full((3, 4), length))
+    found = of_canonical(write_model(text, weights), {"x": np.ones((3, 4), np.float32)})
+    np.testing.assert_array_equal(found["y"], np.full((3, 4), length))
 
 
 @pytest.mark.parametrize("attribute", ["value_float = 0.5", "value_floats = [0.5]"])
-def test_numbers_of_a_constant_are_fp32(attribute, write_model, tmp_path):
+def test_numbers_of_a_constant_are_fp32(attribute, write_model):
     text = f"g (float[b,4] x) => (float[b,4] y) {{ c = Constant<{attribute}>()  y = Mul(x, c) }}"
-    canonicalize(write_model(text)).model.save(tmp_path / "canonical.onnx")
-    (found,) = OnnxSession(tmp_path / "canonical.onnx").run({"x": np.ones((3, 4), np.float32)}).values()
+    found = of_canonical(write_model(text), {"x": np.ones((3, 4), np.float32)})["y"]
     np.testing.assert_array_equal(found, np.full((3, 4), 0.5))
