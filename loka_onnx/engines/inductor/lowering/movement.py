@@ -143,9 +143,13 @@ def expand(node: Node, x: Tensor, shape: Value) -> Tensor:
     target = node.numbers(shape, "shape")
     rank = max(len(target), x.dim())
     target = [1] * (rank - len(target)) + target
-    x = x.reshape([1] * (rank - x.dim()) + list(x.shape)) if rank > x.dim() else x
-    kept = [-1 if isinstance(length, int) and length == 1 else length for length in target]
-    return x.expand(kept)
+    first = rank - x.dim()
+    # Without a reshape to the rank: Inductor (PyTorch 2.11) has none for a constant of rank 0.
+    return x.expand([-1 if axis >= first and _is_one(n) else n for axis, n in enumerate(target)])
+
+
+def _is_one(length: Any) -> bool:
+    return isinstance(length, int) and length == 1
 
 
 @operator("Trilu", numbers=(1,))

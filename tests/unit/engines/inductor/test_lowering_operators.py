@@ -299,3 +299,21 @@ def test_bfloat16_stays_bfloat16_and_norms_sum_in_float32(tmp_path: Path) -> Non
     expected = (stored - stored.mean(1, keepdims=True)) / stored.std(1, keepdims=True)
     # One rounding to BF16 is 2⁻⁹ of a value; two of them, of values up to 5.
     np.testing.assert_allclose(found.astype(np.float64), expected, rtol=2**-7, atol=2**-8)
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (1, 1)])
+def test_expand_of_a_constant_is_one_expand(shape, tmp_path):
+    """Inductor of PyTorch 2.11 has no reshape of a constant of rank 0, as `zeros_like` is exported."""
+    proto = parsed(
+        "s = Shape(x) e = Expand(value, s) y = Max(x, e)",
+        {"value": RANDOM.normal(size=shape).astype(np.float32)},
+        inputs="float[batch,3] x",
+        outputs="float[batch,3] y",
+    )
+    x = RANDOM.normal(size=(4, 3)).astype(np.float32)
+    program = exported(lowered(proto, tmp_path), {"x": x})
+    called = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
+    assert "aten.expand.default" in called
+    assert "aten.reshape.default" not in called
+    for rows in (x, x[:2]):
+        np.testing.assert_array_equal(run(program, {"x": rows})[0], reference(proto, {"x": rows})[0])
