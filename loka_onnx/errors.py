@@ -61,7 +61,9 @@ def nearest(word: str, known: Iterable[str]) -> str:
     return f"did you mean '{near[0]}'?" if near else ""
 
 
-_SOURCE = re.compile(r"/onnxruntime_src/\S+:\d+ (?:[\w:<>~*&, ]*::[\w~]+\([^()]*\)(?: const)? )?")
+_SOURCE = re.compile(
+    r"/onnxruntime_src/\S+:\d+ (?:[\w:<>~*&, ]*::[\w~]+\([^()]*\)(?: const)? )?(?:\[with [^\]]*\] )?"
+)
 
 
 def said_by(error: BaseException) -> str:

@@ -102,13 +102,18 @@ def test_a_batch_that_fails_or_lacks_an_input_is_an_engine_error(plain):
     "opened", [OnnxSession, lambda path: IoBindingSession(path, IoBindingSettings("cpu", ""))]
 )
 def test_a_batch_that_fails_names_the_shapes_and_not_the_source_of_the_runtime(opened, tmp_path):
-    model = parsed("g (float[b,4] x) => (float[8,3] y) { y = Reshape(x, shape) }")
-    model.graph.initializer.append(onnx.numpy_helper.from_array(np.array([8, 3]), "shape"))
+    model = parsed(
+        "g (float[b,4] x, int64[k] to) => (float[c,d] y) { r = Reshape(x, to) y = Concat<axis=1>(x, r) }"
+    )
     onnx.save(model, tmp_path / "m.onnx")
-    with pytest.raises(EngineError) as failed:
-        opened(tmp_path / "m.onnx").run({"x": np.ones((2, 4), np.float32)})
-    assert failed.value.evidence.endswith("Input shape:{2,4}, requested shape:{8,3}")
-    assert "onnxruntime_src" not in failed.value.evidence
+    for shape, shown in (
+        ([8, 3], "Input shape:{2,4}, requested shape:{8,3}"),
+        ([2, 4, 1], "Ranks of input data are different, cannot concatenate them. expected rank: 2 got: 3"),
+    ):
+        with pytest.raises(EngineError) as failed:
+            opened(tmp_path / "m.onnx").run({"x": np.ones((2, 4), np.float32), "to": np.array(shape)})
+        assert failed.value.evidence.endswith(shown)
+        assert "onnxruntime" not in failed.value.evidence
 
 
 def test_a_model_that_is_refused_says_why(tmp_path):
