@@ -118,7 +118,9 @@ def canonicalize(path: Path, widths: Mapping[str, int] = MappingProxyType({})) -
         model = GraphModel.from_proto(proto, path.parent)
         _check_ends(model, path)
         before = len(model.nodes)
-        _fold(model.graph)
+        # What is folded may fix the shapes of later tensors, as padding that a layer computes from its input.
+        while _fold(model.graph) and _has_unknown_shapes(model):
+            model = GraphModel.read_back(model.export())
         model.graph.cleanup(remove_unused_graph_inputs=False)
     folded = before - len(model.nodes)
     if folded:
@@ -129,9 +131,10 @@ def canonicalize(path: Path, widths: Mapping[str, int] = MappingProxyType({})) -
     return Canonical(model, f"{proto.producer_name} {proto.producer_version}".strip(), tuple(notes))
 
 
-def _fold(graph: gs.Graph) -> None:
-    """Compute constants and static shapes; edits the graph. Shapes are read here: onnx-graphsurgeon (0.6)
-    ignores `start` and `end` of a Shape, and computes in integers what is between two casts of integers.
+def _fold(graph: gs.Graph) -> bool:
+    """Compute constants and static shapes; edits the graph, and returns whether it folded a shape. Shapes are
+    read here: onnx-graphsurgeon (0.6) ignores `start` and `end` of a Shape, and computes in integers what is
+    between two casts of integers.
     """
     # It computes constants in a session without settings, and prints what goes wrong to standard output.
     with G_LOGGER.suppress(G_LOGGER.ERROR), quiet_sessions():
@@ -140,6 +143,13 @@ def _fold(graph: gs.Graph) -> None:
         folded = [_fold_shape(node) for each in within for node in each.nodes]
         if any(folded):
             graph.fold_constants(fold_shapes=False, error_ok=True, should_exclude_node=is_no_constant)
+    return any(folded)
+
+
+def _has_unknown_shapes(model: GraphModel) -> bool:
+    """Return whether a Shape reads a tensor of unknown rank, or of an unknown length behind the batch."""
+    read = [node.inputs[0].shape for node in model.nodes if node.op == "Shape"]
+    return any(shape is None or any(not isinstance(n, int) for n in shape[1:]) for shape in read)
 
 
 def _fold_shape(node: gs.Node) -> bool:

@@ -33,6 +33,7 @@ from loka_onnx.transforms.linears.outer_to_mul import OuterToMul
 from loka_onnx.transforms.linears.pad_sites import PadSites
 from loka_onnx.transforms.linears.split_concat import SplitConcat
 from loka_onnx.transforms.linears.sum_experts import SumExperts
+from loka_onnx.transforms.lookups.bags import BagsToSums, SplitToRows
 from loka_onnx.transforms.lookups.merge_gathers import MergeGathers
 from loka_onnx.transforms.norms.fold_batch_norm import FoldBatchNorm
 from loka_onnx.transforms.norms.fold_norm_affine import FoldNormAffine
@@ -62,6 +63,8 @@ DEFAULT_MODS: tuple[type[Mod[Any]], ...] = (
     ConvToMatMul,
     FoldConstants,
     ColumnToRow,
+    BagsToSums,
+    SplitToRows,
     RemoveNoOps,
     MasksToWhere,
     ShareDuplicates,

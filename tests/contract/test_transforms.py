@@ -9,6 +9,7 @@ import pytest
 from planned import quantized_model
 from rewrite_models import Arrays, artifact, evaluate, parse
 from shape_cases import (
+    BAGS,
     CONVOLUTIONS,
     EINSUMS,
     FOLDED,
@@ -17,6 +18,7 @@ from shape_cases import (
     MASKED,
     MERGED,
     PADDED,
+    ROWS_OF_IDS,
     SHARED,
     TAKEN_APART,
 )
@@ -82,6 +84,8 @@ CASES = {
     "outer-to-mul": Case("[fc] y = Gemm(x, w, b)", {"w": (1, 16), "b": (16,)}, "float[batch,1] x"),
     "split-concat": TAKEN_APART["a_learned_row"],
     "masks-to-where": MASKED["rows"],
+    "bags-to-sums": BAGS["three_ids_a_row"],
+    "split-to-rows": ROWS_OF_IDS["turned"],
     "fold-constants": FOLDED["a_transposed_weight"],
     "remove-no-ops": Case("i = Identity(x) [fc] y = MatMul(i, w)", {"w": (8, 8)}),
     "share-duplicates": SHARED["transposes"],

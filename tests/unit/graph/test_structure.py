@@ -11,7 +11,8 @@ from onnx import helper as h
 from onnx import numpy_helper as nh
 from onnx_text import parsed, with_constants
 
-from loka_onnx.graph.model import GraphModel, Tensor
+from loka_onnx.graph.entry import canonicalize
+from loka_onnx.graph.model import GraphModel, Tensor, is_constant
 from loka_onnx.graph.shape_values import dimensions, read_dimensions, read_number, reshaped
 from loka_onnx.graph.structure import MOST, differences
 
@@ -192,3 +193,21 @@ RESHAPED = {
 def test_reshaped_dimensions(case: str) -> None:
     before, target, after = RESHAPED[case]
     assert reshaped(before, target, zero_copies=True) == after
+
+
+def test_padding_that_layers_compute_from_their_input_is_folded(write_model):
+    """The second length is known once the first padding is; shape inference does not follow a division."""
+    layer = (
+        "s{0} = Shape({1}) n{0} = Gather(s{0}, at) m{0} = Sub(to{0}, n{0}) p{0} = Div(m{0}, two)"
+        " z{0} = Concat<axis=0>(none, none, none, p{0}) {2} = Pad({1}, z{0})"
+    )
+    text = f"{layer.format(0, 'x', 'h')} r = Tanh(h) {layer.format(1, 'r', 'y')}"
+    values = {"at": [1], "two": [2], "none": [0], "to0": [12], "to1": [16]}
+    path = write_model(
+        f"g (float[b,4] x) => (float[b,c] y) {{ {text} }}", {n: np.array(v) for n, v in values.items()}
+    )
+    model = canonicalize(path).model
+    assert [node.op for node in model.nodes] == ["Pad", "Tanh", "Pad"]
+    assert all(is_constant(node.inputs[1]) for node in model.nodes if node.op == "Pad")
+    (output,) = model.outputs
+    assert dimensions(output)[1] == 12

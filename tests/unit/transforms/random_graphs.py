@@ -54,7 +54,8 @@ class RandomGraph(GraphBuilder):
         steps = (
             *(self.linear, self.linear, self.experts, self.norm, self.batch_norm, self.interaction, self.row),
             *(self.no_ops, self.split_and_join, self.einsum, self.constant_weight, self.columns),
-            *(self.convolution, self.column_vectors, self.gated, self.target, self.masked),
+            *(self.convolution, self.column_vectors, self.gated, self.target, self.masked, self.bag),
+            self.jagged,
         )
         for number in range(blocks):
             self.block = f"block{number}/"
@@ -275,6 +276,44 @@ class RandomGraph(GraphBuilder):
         count = self.op("Slice", [self.op("Shape", [found], 0), [1], [2]], 0)
         half = self.op("Expand", [0.5, self.op("Concat", [count, [width]], 0, axis=0)], width)
         return self.op("ScatterND", [x, self.op("Transpose", [found], 0, perm=[1, 0]), half], width)
+
+    def bag(self, x: str) -> str:
+        """`nn.EmbeddingBag(9, width)(ids % 9)`, as TorchScript exports it, times x."""
+        width, name = self.widths[x], f"{self.block}bag{len(self.nodes)}"
+        flat = self.op("Reshape", [self.op("Mod", ["ids", 9], 0), [-1]], 0)
+        count = self.op("Size", [flat], 0)
+        starts = self.op("Range", [0, count, COLUMNS], 0)
+        offsets = self.op("Concat", [starts, self.op("Unsqueeze", [count, [0]], 0)], 0, axis=0)
+        ends = self.op("Slice", [offsets, [1], [2**31], [0]], 0)
+        bags = self.op("Squeeze", [self.op("Shape", [ends], 0)], 0)
+        table, axis = self.dyadic(9, width), self.constant([0])
+        inner = [
+            ("Gather", [offsets, "i"], "p0"), ("Unsqueeze", ["p0", axis], "p"), ("Gather", [ends, "i"], "t0"),
+            ("Unsqueeze", ["t0", axis], "t"), ("Slice", [flat, "p", "t", axis], "j"),
+            ("Gather", [table, "j"], "g"), ("ReduceSum", ["g", axis], "q"), ("Identity", ["c"], "d"),
+        ]  # fmt: skip
+        nodes = [
+            helper.make_node(
+                op, read, [made], name=f"{name}/{made}", **({"keepdims": 0} if made == "q" else {})
+            )
+            for op, read, made in inner
+        ]
+        ends_of = [("i", TensorProto.INT64, []), ("c", TensorProto.BOOL, []), ("d", TensorProto.BOOL, [])]
+        i, c, d = (helper.make_tensor_value_info(*each) for each in ends_of)
+        q = helper.make_tensor_value_info("q", TensorProto.FLOAT, [width])
+        body = helper.make_graph(nodes, "bag", [i, c], [d, q])
+        summed = self.op("Loop", [bags, np.array(True)], width, body=body)
+        return self.op("Mul", [x, summed], width)
+
+    def jagged(self, x: str) -> str:
+        """A column of the ids, counted and cut as TorchRec does, times x."""
+        flat = self.op("Reshape", [self.op("Transpose", ["ids"], 0, perm=[1, 0]), [-1]], 0)
+        ones = self.op("Expand", [1, self.op("Shape", [flat], 0)], 0)
+        counts = self.op("ReduceSum", [self.op("Reshape", [ones, [COLUMNS, -1]], 0), [1]], 0, keepdims=0)
+        parts = [f"{self.block}part{len(self.nodes)}.{i}" for i in range(COLUMNS)]
+        self.nodes.append(helper.make_node("Split", [flat, counts], parts, name=parts[0], axis=0))
+        column = self.op("Unsqueeze", [parts[self.pick(*range(COLUMNS))], [1]], 0)
+        return self.op("Mul", [x, self.op("Cast", [column], 0, to=TensorProto.FLOAT)], self.widths[x])
 
     def split_and_join(self, x: str) -> str:
         width = self.widths[x]

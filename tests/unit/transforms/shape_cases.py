@@ -118,6 +118,38 @@ MASKED: dict[str, Case] = {
         " y = Cast<to=1>(w)", {**MASK, "five": np.array(5)}),
 }  # fmt: skip
 
+BAG = (
+    "f = Reshape(ids, minus) z = Shape(f) o = Concat<axis=0>(r, z) e = Slice(o, one, far, zero)"
+    " n = Shape(e) k = Squeeze(n) y = Loop(k, yes) <body = b (int64 i, bool c) => (bool d, float[4] q) {{"
+    " d = Cast<to=9>(c) p0 = Gather(o, i) p = Unsqueeze(p0, zero) t0 = Gather(e, i) t = Unsqueeze(t0, zero)"
+    " j = Slice(f, p, t, zero) g = Gather(table, j) {} }}>"
+)
+OF_THREE = "s = Shape(ids) a = ReduceProd<keepdims=0>(s) r = Range(none, a, three)"
+SUMMED = BAG.format("q = ReduceSum<keepdims=0>(g, zero)")
+BAG_OF = {"table": (7, 4), "minus": [-1], "zero": [0], "one": [1], "far": [2**31], "yes": np.array(True),
+    "none": np.array(0), "three": np.array(3)}  # fmt: skip
+TAKEN = (
+    "t = Transpose<perm=[1,0]>(ids) f = Reshape(t, minus) s = Shape(f) o = Expand(one, s)"
+    " m = Reshape(o, three) n = ReduceSum<keepdims=0>(m, one) a, b, c = Split<axis=0>(f, n)"
+    " d = Sub(a, b) e = Mul(d, c) g = Cast<to=1>(e) y = Unsqueeze(g, one)"
+)
+IDS_OF_THREE = "int64[batch,3] ids"
+"""As `nn.EmbeddingBag` and TorchRec are exported."""
+
+BAGS: dict[str, Case] = {
+    "three_ids_a_row": Case(f"{OF_THREE} {SUMMED}", BAG_OF, IDS_OF_THREE),
+    "the_largest": Case(f"{OF_THREE} {SUMMED.replace('Sum', 'Max')}", BAG_OF, IDS_OF_THREE),
+    "weighted": Case("u = Reshape(w, minus) " + OF_THREE + BAG.format("h0 = Slice(u, p, t, zero)"
+        " h = Unsqueeze(h0, one) l = Mul(g, h) q = ReduceSum<keepdims=0>(l, zero)"), BAG_OF,
+        "int64[batch,3] ids, float[batch,3] w"),
+    "counted": Case(SUMMED.replace("z = Shape(f) o = Concat<axis=0>(r, z)", "s = Shape(ids)"
+        " b = Slice(s, zero, one) v = Expand(three, b) w = CumSum(v, none) o = Concat<axis=-1>(zero, w)"),
+        BAG_OF, IDS_OF_THREE),
+}  # fmt: skip
+ROWS_OF_IDS: dict[str, Case] = {
+    "turned": Case(TAKEN, {"minus": [-1], "one": [1], "three": [3, -1]}, IDS_OF_THREE),
+}
+
 FOLDED: dict[str, Case] = {
     "a_transposed_weight": Case("wt = Transpose<perm=[1,0]>(w) y = MatMul(x, wt)", {"w": (8, 8)}),
     "a_cast_weight": Case("w = Cast<to=1>(half) y = MatMul(x, w)", {"half": dyadic(8, 8).astype(np.float16)}),

@@ -126,3 +126,41 @@ def test_the_models_of_the_zoo(name, exporter, tmp_path):
         assert any(set(group) <= set(found) for found in groups), groups
     names = {site.name for site in model.sites} | {origin for group in groups for origin in group}
     assert {site.name for site in source.sites} <= names
+
+
+class Bags(nn.Module):
+    """Embedding bags of every mode, one with factors of its rows."""
+
+    def __init__(self, paddings: tuple[int | None, ...]) -> None:
+        super().__init__()
+        self.bags = nn.ModuleList(
+            nn.EmbeddingBag(20, 4, mode=mode, padding_idx=padding)
+            for mode in ("sum", "mean", "max")
+            for padding in paddings
+        )
+        self.weighted = nn.EmbeddingBag(20, 4, mode="sum")
+        self.head = nn.Linear(4 * len(self.bags) + 4, 1)
+
+    def forward(self, dense: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        bags = [bag(ids) for bag in self.bags]
+        bags.append(self.weighted(ids[:, :5], per_sample_weights=dense))
+        return self.head(torch.cat(bags, dim=1)).squeeze(-1)
+
+
+@pytest.mark.parametrize("exporter", EXPORTERS)
+def test_embedding_bags_need_no_loop(exporter, tmp_path):
+    # The exporter by TorchScript refuses an id of padding.
+    module = Bags((None, 5) if exporter == "dynamo" else (None,))
+    source = export(module, exporter, tmp_path)
+    result = apply_mods(source, [rows()], tmp_path / "after.onnx")
+    assert not {"Loop", "SequenceInsert", "Range"} & {
+        n.op_type for n in onnx.load(result.model.path).graph.node
+    }
+    for batch in (1, 7):
+        given = rows(batch)
+        # A bag without an id that counts.
+        given["ids"][-1] = 5
+        with torch.no_grad():
+            expected = module(*map(torch.from_numpy, given.values())).numpy()
+        found = OnnxSession(result.model.path).run(given)["logit"]
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
