@@ -29,8 +29,8 @@ _FLOATS = frozenset({_T.FLOAT, _T.DOUBLE, _T.FLOAT16, _T.BFLOAT16})
 class Contraction:
     """An Einsum and the product that computes it, by letters of axes.
 
-    `terms` are the operands, the left factor first, which `is_swapped` says is the second operand; `factors`
-    are the same in the product. `output` is the result, in the product `result`.
+    `terms` are the letters of the operands, that of the left factor first (the second operand, if
+    `is_swapped`), and `factors` those of the product; `output` and `result` are letters of their results.
     """
 
     node: Node

@@ -74,7 +74,7 @@ class ReassociateInteraction(Mod[Chain]):
                     yield chain
 
     def rewrite(self, model: GraphModel, match: Chain) -> Applied:
-        """Let the inner node multiply the other two factors."""
+        """Let the inner node multiply the other two factors, and the outer one its result and the third."""
         inner, outer = match.inner, match.outer
         were = (_is_linear(inner), _is_linear(outer))
         a, b, c = match.factors

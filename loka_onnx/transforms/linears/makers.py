@@ -89,7 +89,7 @@ def find_makers(model: GraphModel) -> Iterator[Maker | Declined]:
 
 
 def smooth(model: GraphModel, maker: Maker, divisors: Vector, why: str = "") -> Applied:
-    """Divide each channel at its maker, and multiply it at the readers; `why` ends the line of the log."""
+    """Divide channels at their maker, and multiply them at its readers, in place; `why` ends the log line."""
     for reader in maker.readers:
         absorb_before(model, reader.node, reader.of_rows(divisors))
     if maker.node is None:

@@ -113,7 +113,7 @@ class CopyRule:
     float8: int = 1 << 22
 
     def check(self, letter: str, width: int, products: int) -> None:
-        """Decline a copy that does not pay for layers of so many products K·N."""
+        """Raise NotRewritten if a copy, to pad `width` (K or N), does not pay for this many products K·N."""
         limit = self.float8 if width % 8 == 0 else self.pad if letter == "K" else self.slice
         if products < limit:
             gains = "FP8 alone gains" if width % 8 == 0 else "it gains"
@@ -383,7 +383,7 @@ def _add_part(model: GraphModel, split: Node, added: int) -> None:
 
 
 def widened_shape(tensor: Tensor, added: int) -> list[int | str] | None:
-    """Return the shape with more columns; None where it is unknown."""
+    """Return the shape with more columns; None where it, or the last length, is unknown."""
     if tensor.shape is None or not isinstance(tensor.shape[-1], int):
         return None
     return [*tensor.shape[:-1], tensor.shape[-1] + added]

@@ -86,7 +86,7 @@ def is_candidate(node: Node) -> bool:
 
 
 def read_linear(model: GraphModel, node: Node) -> Linear:
-    """Read a candidate and its bias as a linear; or `NotRewritten`."""
+    """Return a candidate (`is_candidate`) with its bias as a linear; NotRewritten if it has another form."""
     is_gemm, on_left = node.op == "Gemm", is_constant(node.inputs[0])
     source, weight = node.inputs[1::-1] if on_left else node.inputs[:2]
     shape = values_of(weight).shape
@@ -126,7 +126,9 @@ def is_bias(tensor: Tensor, n: int) -> bool:
 
 
 def absorb_before(model: GraphModel, node: Node, scale: Vector, shift: Vector | None = None) -> None:
-    """Let a linear read x where it read s·x + c; `scale` s and `shift` c are (K,), None for zeros."""
+    """Let a linear give for x what it gave for s·x + c, in place: W becomes diag(s) W, and b becomes b + c W.
+    `scale` is s (K,), `shift` is c (K,), None for zeros. Raises as `read_linear`.
+    """
     linear = read_linear(model, node)
     weight = linear.weight_kn().astype(np.float64)
     if shift is not None and shift.any():
@@ -135,7 +137,9 @@ def absorb_before(model: GraphModel, node: Node, scale: Vector, shift: Vector | 
 
 
 def absorb_behind(model: GraphModel, node: Node, scale: Vector, shift: Vector | None = None) -> None:
-    """Let a linear compute t·y + d where it computed y with bias; `scale` t and `shift` d are (N,)."""
+    """Let a linear give t·y + d where it gave y, in place: W becomes W diag(t), and b becomes t·b + d.
+    `scale` is t (N,), `shift` is d (N,), None for zeros. Raises as `read_linear`.
+    """
     linear = read_linear(model, node)
     bias = scale * linear.bias_n() + (0.0 if shift is None else shift)
     if linear.bias is not None or bias.any():
@@ -150,7 +154,7 @@ def _set_weight(model: GraphModel, linear: Linear, weight: Vector) -> None:
 
 
 def set_bias(model: GraphModel, linear: Linear, bias: Vector) -> None:
-    """Give a linear a constant bias (N,)."""
+    """Replace the bias of a linear by a constant (N,); a MatMul without one gets an Add behind it."""
     values = bias.astype(values_of(linear.weight).dtype)
     # With the weight on the left, rows of the product are output channels.
     constant = model.constant(f"{linear.node.name}.bias", values[:, None] if linear.on_left else values)

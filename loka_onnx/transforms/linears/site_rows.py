@@ -41,7 +41,7 @@ class SiteRows:
 def read_rows(
     model: GraphModel, linears: Mapping[str, Linear], rows: Sequence[Arrays], scratch: Path
 ) -> dict[str, SiteRows]:
-    """Run a model on batches, whose rows are halved in order, and sample the input of each linear."""
+    """Run a copy of a model on one batch or more, halved in order; sample each linear's input, by site."""
     feeds = {name: np.concatenate([batch[name] for batch in rows]) for name in rows[0]}
     count = max(len(values) for values in feeds.values())
     wanted = {linear.source.name for linear in linears.values()} - {tensor.name for tensor in model.inputs}

@@ -64,8 +64,8 @@ class ChannelSplit:
 class SplitHighErrorChannels(Mod[ChannelSplit]):
     """Linear → product without its high-error channels + product of these.
 
-    `left` is, by name of a linear site, the share of its error energy that may remain, in (0, 1), of the
-    smallest one among `formats`.
+    `left` is, by name of a linear site, the share of its error energy that may remain, of the smallest one
+    among `formats`; TransformError if it is not in (0, 1).
     """
 
     name = "split-loud-channels"
@@ -171,7 +171,7 @@ class SplitHighErrorChannels(Mod[ChannelSplit]):
 
 
 def rejoin(model: GraphModel, site: str) -> Applied:
-    """Undo the split of a site in place: the weight has its earlier bits again, the second product goes."""
+    """Undo the split of a site, in place and to the bits of the weight; InternalError if it is not split."""
     linear, part = read_linear(model, model.node(site)), f"{site}{HIGH_ERROR}"
     small, gather, add = (model.node(name) for name in (part, f"{part}{GATHER}", f"{part}{ADD}"))
     weight = linear.weight_kn().copy()

@@ -71,7 +71,7 @@ def cast_to_base(model: GraphModel, base: Precision, plan: PrecisionPlan) -> Rew
 
 
 def fp32_nodes(model: GraphModel, base: Precision, plan: PrecisionPlan) -> frozenset[str]:
-    """Return names of nodes whose results stay in FP32 when the graph, or one with more nodes, is cast."""
+    """Return names of nodes whose results stay in FP32 under `cast_to_base`; TransformError as there."""
     if base is Precision.FP32:
         return frozenset(node.name for node in model.nodes)
     tensors = _find_wide(model, base, plan).tensors

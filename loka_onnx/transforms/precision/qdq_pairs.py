@@ -106,7 +106,7 @@ def moved(node: Node, movements: frozenset[str] = MOVEMENTS) -> tuple[Tensor, ..
 
 
 def add_pair(model: GraphModel, source: Tensor, like: Pair) -> Pair:
-    """Append a pair over another tensor with the same rounding."""
+    """Append and return a pair that rounds another tensor like this one; no reader changes."""
     constants = like.q.inputs[1:3]
     narrow = model.add("QuantizeLinear", [source, *constants], f"{like.name}/q", like.q.outputs[0].dtype)
     wide = model.add("DequantizeLinear", [narrow, *constants], f"{like.name}/dq", source.dtype or np.float32)
@@ -115,7 +115,7 @@ def add_pair(model: GraphModel, source: Tensor, like: Pair) -> Pair:
 
 
 def move_pair(pair: Pair, source: Tensor) -> None:
-    """Let a pair quantize another tensor."""
+    """Let a pair quantize another tensor, in place; its readers then read that one's rounded values."""
     pair.q.inputs[0] = source
     for tensor in (pair.q.outputs[0], *(dq.outputs[0] for dq in pair.dqs)):
         tensor.shape = source.shape

@@ -77,7 +77,7 @@ class FoldConstants(Mod[Constant]):
             yield from map(Constant, ends, values)
 
     def rewrite(self, model: GraphModel, match: Constant) -> Applied:
-        """Replace the tensor by its values."""
+        """Let the readers of the tensor read an initializer; its maker goes when the graph is saved."""
         op = match.tensor.inputs[0].op
         folded = model.constant(f"{match.tensor.name}.folded", match.values)
         model.replace_uses(match.tensor, folded)
