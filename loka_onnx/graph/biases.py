@@ -32,7 +32,7 @@ def bias_of(model: GraphModel, product: Node) -> Bias | None:
         if product.attrs.get("beta", 1.0) == 0.0 or (has_third and not _is_float(product.inputs[2])):
             return None
         return Bias(product, 2)
-    add = _only_reader(model, product.outputs[0])
+    add = model.only_reader(product.outputs[0])
     if add is None or add.op != "Add":
         return None
     positions = (i for i in (0, 1) if _is_float(add.inputs[i]) and add.inputs[1 - i] is product.outputs[0])
@@ -80,18 +80,12 @@ def _behind_layout(model: GraphModel, tensor: Tensor) -> Node | None:
     """Return the maker of a tensor behind layout operators, each the only reader of its input."""
     node = producer(tensor)
     while node is not None and node.op in LAYOUT_OPS:
-        node = producer(node.inputs[0]) if _only_reader(model, node.inputs[0]) is not None else None
+        node = producer(node.inputs[0]) if model.only_reader(node.inputs[0]) is not None else None
     return node
 
 
 def _is_float(tensor: Tensor) -> bool:
     return is_constant(tensor) and values_of(tensor).dtype == np.float32
-
-
-def _only_reader(model: GraphModel, tensor: Tensor) -> Node | None:
-    if model.is_output(tensor) or len(tensor.outputs) != 1:
-        return None
-    return consumers(tensor)[0]
 
 
 def expose_scores(model: GraphModel, kinds: Mapping[str, OutputKind]) -> dict[str, str]:

@@ -248,6 +248,10 @@ class GraphModel:
         """True if the tensor is a graph output."""
         return any(tensor is output for output in self.graph.outputs)
 
+    def only_reader(self, tensor: Tensor) -> Node | None:
+        """Return the only reader of a tensor; None for none, several, or a graph output."""
+        return None if self.is_output(tensor) or len(tensor.outputs) != 1 else consumers(tensor)[0]
+
     def fresh_name(self, base: str) -> str:
         """Return `base`, with an ordinal if a tensor or node has it; from now on that name is taken."""
         if not self._names:

@@ -150,10 +150,9 @@ def apply_mods(
     exported = graph.export()
     digest = exported.write(target)
     written = GraphModel.read_back(exported)
-    sites = find_sites(written, _origins(model, records))
+    sites, others = find_sites(written, _origins(model, records)), other_products(written)
     rewritten = replace(model, path=target, digest=digest, opset=graph.opset, sites=sites)
-    rewritten = replace(rewritten, other_products=other_products(written))
-    return Rewritten(rewritten, RewriteLog(tuple(records)))
+    return Rewritten(replace(rewritten, other_products=others), RewriteLog(tuple(records)))
 
 
 def _in_rounds(mods: Sequence[Mod[Any]], records: Sequence[RewriteRecord]) -> Iterator[Mod[Any]]:

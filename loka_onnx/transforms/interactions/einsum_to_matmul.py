@@ -19,6 +19,7 @@ import onnx
 
 from loka_onnx.core.rewrite import Applied, Declined
 from loka_onnx.graph.model import GraphModel, Node, Tensor, element_type, is_constant, values_of
+from loka_onnx.graph.products import equation_of
 from loka_onnx.transforms.base import Mod, NotRewritten, find
 
 _T = onnx.TensorProto
@@ -67,8 +68,7 @@ class EinsumToMatMul(Mod[Contraction]):
 
 
 def _read(node: Node) -> Contraction:
-    equation = node.attrs["equation"]
-    text = (equation.decode() if isinstance(equation, bytes) else str(equation)).replace(" ", "")
+    text = equation_of(node)
     terms, arrow, output = text.partition("->")
     operands = tuple(terms.split(","))
     if not arrow or "." in text:

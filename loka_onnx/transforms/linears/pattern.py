@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from loka_onnx.graph.model import GraphModel, Node, Tensor, consumers, is_constant, producer, values_of
+from loka_onnx.graph.model import GraphModel, Node, Tensor, is_constant, producer, values_of
 from loka_onnx.graph.shape_values import static_shape
 from loka_onnx.graph.sites import PRODUCT_OPS
 from loka_onnx.transforms.base import NotRewritten
@@ -111,7 +111,7 @@ def read_linear(model: GraphModel, node: Node) -> Linear:
 
 def _bias_behind(model: GraphModel, node: Node, n: int) -> tuple[Node | None, Tensor | None]:
     """Return the Add of a constant bias behind a MatMul, and that bias."""
-    add = only_reader(model, node.outputs[0])
+    add = model.only_reader(node.outputs[0])
     bias = next((t for t in add.inputs if is_bias(t, n)), None) if add and add.op == "Add" else None
     return (None, None) if bias is None else (add, bias)
 
@@ -165,11 +165,6 @@ def set_bias(model: GraphModel, linear: Linear, bias: Vector) -> None:
         linear.node.inputs = [*linear.node.inputs[:2], constant]
     else:
         model.insert_behind(linear.node.outputs[0], "Add", [constant], f"{linear.node.name}/add")
-
-
-def only_reader(model: GraphModel, tensor: Tensor) -> Node | None:
-    """Return the only reader of a tensor; None for none, several, or a graph output."""
-    return None if model.is_output(tensor) or len(tensor.outputs) != 1 else consumers(tensor)[0]
 
 
 def made_by(tensor: Tensor, op: str) -> Node | None:

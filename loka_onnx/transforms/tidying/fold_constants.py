@@ -118,10 +118,8 @@ def _bytes(tensor: Tensor) -> int | None:
     shape = static_shape(tensor)
     if None in shape:
         return None
-    return (
-        prod(d or 0 for d in shape)
-        * onnx.helper.tensor_dtype_to_np_dtype(element_type(tensor.dtype)).itemsize
-    )
+    kind = onnx.helper.tensor_dtype_to_np_dtype(element_type(tensor.dtype))
+    return prod(d or 0 for d in shape) * kind.itemsize
 
 
 def _compute(model: GraphModel, ends: list[Tensor]) -> list[npt.NDArray[Any]]:
