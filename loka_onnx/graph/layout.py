@@ -19,7 +19,7 @@ class LayoutRoot:
 
 
 def layout_root(tensor: Tensor) -> LayoutRoot:
-    """Return the computed tensor or input from which layout nodes make this one; itself, () without any."""
+    """Return the tensor that layout nodes rearranged into this one, and the nodes; itself and () for none."""
     chain: list[Node] = []
     node = producer(tensor)
     while node is not None and node.op in LAYOUT_OPS and not is_constant(node.inputs[0]):

@@ -94,7 +94,9 @@ class GraphModel:
     def from_proto(
         cls, proto: onnx.ModelProto, directory: Path, detached: Sequence[Array] = ()
     ) -> GraphModel:
-        """Read a parsed model, with external data in `directory` and `detached` values; consumes `proto`."""
+        """Return the model of a message, which is consumed. Its external data lies in `directory`; `detached`
+        are the values of its headers (`graph.detached`). ModelError if external data is cut short.
+        """
         tables = take_tables(proto, directory)
         for tensor in all_initializers(proto.graph):
             if uses_external_data(tensor) and stored_bytes(tensor) <= STRIP_BYTES:
@@ -123,7 +125,7 @@ class GraphModel:
     def save(self, path: Path, *, link_tables: bool = True) -> str:
         """Write the model and its external data, and return its `model_digest`; edits this graph as `export`.
         Table files are hard-linked, or copied where `link_tables` is False: an owner may write into them, and
-        onnx refuses files that have a second name. Raises OutputError if a file cannot be written.
+        onnx refuses files that have a second name. OutputError, for tables OSError, if writing fails.
         """
         return self.export().write(path, link_tables=link_tables)
 
@@ -253,7 +255,7 @@ class GraphModel:
         return None if self.is_output(tensor) or len(tensor.outputs) != 1 else consumers(tensor)[0]
 
     def fresh_name(self, base: str) -> str:
-        """Return `base`, with an ordinal if a tensor or node has it; from now on that name is taken."""
+        """Return and reserve `base`, with an ordinal if a tensor or node has it (but for a renamed node)."""
         if not self._names:
             # A branch sees the outer names and may not repeat them.
             parts = (self.graph, *self.graph.subgraphs(recursive=True))

@@ -28,7 +28,7 @@ _PASSING = frozenset({"Identity", "Cast", "Squeeze", "Unsqueeze", "Reshape", "Fl
 
 
 def dimension(tensor: Tensor, axis: int) -> Dim:
-    """Return the length or name (see above) of one axis; InternalError if the tensor's rank is unknown."""
+    """Return the length or name of an axis, else ``<tensor>[<axis>]``; InternalError for an unknown rank."""
     length = shape_of(tensor)[axis]
     if isinstance(length, int) and length >= 0:
         return length

@@ -268,7 +268,7 @@ def stored_bytes(tensor: onnx.TensorProto) -> int:
 
 
 def place_table(table: onnx.TensorProto, directory: Path, link: bool) -> onnx.TensorProto:
-    """Return a copy of a table with its file in `directory`: linked there, or copied if not `link`."""
+    """Return a copy of a table whose file is in `directory`: linked or, if not `link`, copied, if needed."""
     placed = onnx.TensorProto()
     placed.CopyFrom(table)
     for entry in placed.external_data:

@@ -70,6 +70,6 @@ class Mod(ABC, Generic[M]):
 
 
 def record(transform: str, said: Iterable[Applied | Declined]) -> RewriteRecord:
-    """Return the record of a transform that is no mod."""
+    """Return the record of a transform that is no `Mod`, of what it applied and declined, without times."""
     entries = Found.of(said)
     return RewriteRecord(transform, entries.matches, entries.declined)

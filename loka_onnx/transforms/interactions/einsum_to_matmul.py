@@ -51,7 +51,7 @@ class EinsumToMatMul(Mod[Contraction]):
         return find((node for node in model.nodes if node.op == "Einsum"), _read)
 
     def rewrite(self, model: GraphModel, match: Contraction) -> Applied:
-        """Replace the Einsum by a product of its name."""
+        """Replace the Einsum by a MatMul of its name, with dots for slashes, and Transposes where needed."""
         node = match.node
         base = str(node.name).replace("/", ".").strip(".")
         operands = node.inputs[::-1] if match.is_swapped else node.inputs

@@ -70,7 +70,9 @@ class Maker:
 
 
 def find_makers(model: GraphModel) -> Iterator[Maker | Declined]:
-    """Find makers of the linears' inputs that can be divided channel by channel, in topological order."""
+    """Yield makers of linears' inputs that can be divided channel by channel, inputs of the model first, then
+    in topological order; and `Declined` for others that a linear reads.
+    """
     for tensor in model.inputs:
         # Without a linear reader there is nothing to report.
         if any(is_candidate(node) for node in _soon_behind(tensor)):
@@ -89,7 +91,7 @@ def find_makers(model: GraphModel) -> Iterator[Maker | Declined]:
 
 
 def smooth(model: GraphModel, maker: Maker, divisors: Vector, why: str = "") -> Applied:
-    """Divide channels at their maker, and multiply them at its readers, in place; `why` ends the log line."""
+    """Divide channels by `divisors` at a maker, multiply at its readers, in place; `why` ends the log."""
     for reader in maker.readers:
         absorb_before(model, reader.node, reader.of_rows(divisors))
     if maker.node is None:

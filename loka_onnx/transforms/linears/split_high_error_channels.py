@@ -191,10 +191,10 @@ def rejoin(model: GraphModel, site: str) -> Applied:
 def channel_errors(
     weight: npt.NDArray[np.floating], amax: Doubles, rows: Doubles, format: NumberFormat
 ) -> Doubles:
-    """Return the energy of the error that each input channel adds to a product in low precision, e_k, (K,).
+    """Return e_k, (K,): the energy a row of the error that each input channel adds to a product in a format.
 
-    The weight is (K, N), `amax` of each channel (K,), rows (M, K); operands have a scale for each tensor, an
-    INT8 weight one for each output channel.
+    The weight is (K, N), `amax` of each channel (K,), rows (M, K), means over which e_k takes; operands have
+    a scale for each tensor, an INT8 weight one for each output channel. CalibrationError if not finite.
     """
     exact = weight.astype(np.float64)
     x = fake_quantize(rows, amax_scale(float(amax.max()), format), format)

@@ -171,7 +171,9 @@ class _Writer:
 
 
 def correct(model: GraphModel, corrections: Corrections, typing: Typing = Typing()) -> Corrected:
-    """Add corrections to a graph, in place, that will have these types; InternalError for no such site."""
+    """Add corrections, in place, to a graph that will have these types. InternalError if it lacks a site, or
+    an output with a constant has no logit.
+    """
     writer = _Writer(model, typing)
     said = [writer.bias(each) for each in corrections.bias]
     said += [writer.constant(each) for each in corrections.constants]
