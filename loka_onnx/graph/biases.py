@@ -17,7 +17,7 @@ from loka_onnx.graph.model import GraphModel, Node, Tensor, consumers, is_consta
 
 @dataclass(frozen=True)
 class Bias:
-    """Input `index` of a Gemm or Add, which is constant, or the third one, which a Gemm may not have yet."""
+    """A constant input of a Gemm or Add, by `index`, which is 2 also for a Gemm without a third input yet."""
 
     node: Node
     index: int

@@ -339,7 +339,7 @@ class GraphModel:
         self.graph.outputs[position] = new
 
     def replace_uses(self, old: Tensor, new: Tensor, consumers: Sequence[Node] | None = None) -> None:
-        """Let consumers read `new` instead of `old`. None: all, and a graph output, which keeps its name."""
+        """Let consumers (None: all, and a graph output, which keeps its name) read `new` instead of `old`."""
         for node in list(old.outputs) if consumers is None else consumers:
             for index, tensor in enumerate(node.inputs):
                 if tensor is old:
@@ -349,7 +349,7 @@ class GraphModel:
 
     def hand_over(self, old: Tensor, new: Tensor) -> None:
         """Let the node of `new` compute `old`, which keeps name, type, shape and readers. The former node of
-        `old` loses it and goes on saving. InternalError if that has other outputs, or `new` has readers.
+        `old` loses it, and saving removes that. InternalError if it has other outputs, or `new` has readers.
         """
         replaced, maker = old.inputs[0], new.inputs[0]
         if len(replaced.outputs) != 1 or new.outputs:

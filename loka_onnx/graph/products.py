@@ -15,7 +15,7 @@ from loka_onnx.graph.sites import BATCH, PRODUCT_OPS, Shape, Shapes
 
 
 def other_products(model: GraphModel) -> tuple[OtherProduct, ...]:
-    """Return products that are no sites, as all in subgraphs are; a body of Loop or Scan counts once."""
+    """Return products that are no sites: Conv, Einsum, …, and any in a branch or (once) a loop's body."""
     is_any = any(node.op in _COUNTS for node in model.nodes)
     return tuple(_found(model.nodes, "", model.shapes_at(BATCH) if is_any else {}))
 

@@ -77,7 +77,7 @@ def check_message(proto: onnx.ModelProto, path: Path) -> None:
 
 
 def check_sound(proto: onnx.ModelProto, path: Path) -> None:
-    """Raise ModelError if a model without functions, with this file, is unsound (see above)."""
+    """Raise ModelError if a model without functions is unsound; `path` is its file, for ONNX Runtime."""
     for tensor in all_initializers(proto.graph):
         if uses_external_data(tensor) or not tensor.HasField("raw_data"):
             continue

@@ -238,7 +238,7 @@ def looked_up(graph: onnx.GraphProto) -> set[str]:
 
 
 def take_tables(proto: onnx.ModelProto, directory: Path) -> dict[str, onnx.TensorProto]:
-    """Take external tables (`looked_up`) out of a message; return them by name, {} below the limit."""
+    """Take external tables (`looked_up`) out of a message, by name; {} if under `TABLE_LIMIT_BYTES`."""
     names = looked_up(proto.graph)
     outside = [t for t in proto.graph.initializer if uses_external_data(t) and t.name in names]
     if not outside or sum(map(stored_bytes, outside)) < TABLE_LIMIT_BYTES:

@@ -84,7 +84,7 @@ def take_weights(proto: onnx.ModelProto, directory: Path, detached: Sequence[Arr
 
 
 def map_external(tensor: onnx.TensorProto, directory: Path) -> Array | None:
-    """Return values of a tensor as a read-only map of its file; None for no values, or parts of bytes."""
+    """Return a read-only map of a tensor's file; None without values, or for parts of bytes."""
     stored = Stored.of(tensor)
     itemsize = onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
     if stored.length == 0 or stored.length != itemsize * prod(tensor.dims):

@@ -46,7 +46,7 @@ ParallelLinears = tuple[Linear, ...]
 
 
 class MergeParallelLinears(Mod[ParallelLinears]):
-    """Parallel linears whose largest |weight| differ by `spread` at most → one linear and a Split."""
+    """Parallel linears whose largest |weight| differ at most `spread`-fold → one linear and a Split."""
 
     name = "merge-parallel-linears"
 

@@ -81,7 +81,7 @@ class Linear:
 
 
 def is_candidate(node: Node) -> bool:
-    """Return whether exactly one operand of a product is constant."""
+    """Return whether a node is a MatMul or Gemm of which exactly one factor is constant."""
     return node.op in PRODUCT_OPS and is_constant(node.inputs[0]) != is_constant(node.inputs[1])
 
 
@@ -168,7 +168,7 @@ def set_bias(model: GraphModel, linear: Linear, bias: Vector) -> None:
 
 
 def made_by(tensor: Tensor, op: str) -> Node | None:
-    """Return the producer of a tensor if it is of that operator."""
+    """Return the producer of a tensor if it is of that operator, else None."""
     node = producer(tensor)
     return node if node is not None and node.op == op else None
 

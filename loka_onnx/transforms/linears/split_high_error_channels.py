@@ -100,7 +100,7 @@ class SplitHighErrorChannels(Mod[ChannelSplit]):
         )
 
     def rewrite(self, model: GraphModel, match: ChannelSplit) -> Applied:
-        """Put zeros for the high-error rows, and add their product."""
+        """Put zeros for the high-error rows of the weight, and add the product of these rows, in place."""
         linear, channels = match.linear, np.array(match.channels)
         name, source = linear.node.name, linear.source
         part = f"{name}{HIGH_ERROR}"
@@ -191,10 +191,10 @@ def rejoin(model: GraphModel, site: str) -> Applied:
 def channel_errors(
     weight: npt.NDArray[np.floating], amax: Doubles, rows: Doubles, format: NumberFormat
 ) -> Doubles:
-    """Return e_k, (K,): the energy a row of the error that each input channel adds to a product in a format.
+    """Return e_k, (K,): the mean energy of the error that each input channel adds to a product in a format.
 
-    The weight is (K, N), `amax` of each channel (K,), rows (M, K), means over which e_k takes; operands have
-    a scale for each tensor, an INT8 weight one for each output channel. CalibrationError if not finite.
+    The weight is (K, N), `amax` of each channel (K,), rows (M, K), over which e_k is a mean; operands have a
+    scale for each tensor, an INT8 weight one for each output channel. CalibrationError if not finite.
     """
     exact = weight.astype(np.float64)
     x = fake_quantize(rows, amax_scale(float(amax.max()), format), format)

@@ -63,7 +63,7 @@ class _Whole(Exception):
 
 
 def split_sparse(model: GraphModel) -> SparseSplit | Declined:
-    """Cut a canonical graph with inferred types and shapes at its lookups; the model is not changed."""
+    """Cut a copy of a canonical graph, its types and shapes inferred, at its lookups; or say why it stays."""
     try:
         return _split(model.copy())
     except _Whole as reason:

@@ -68,7 +68,7 @@ class FoldBatchNorm(Mod[FoldedBatchNorm]):
         yield from find(rest, lambda node: _read_before(model, node))
 
     def rewrite(self, model: GraphModel, match: FoldedBatchNorm) -> Applied:
-        """Let linears take over the scale and shift of the steps, which nothing reads any more."""
+        """Let linears take over the scale and shift of the steps, in place; nothing reads the steps then."""
         first, last = match.steps[0], match.steps[-1]
         if match.behind is not None:
             absorb_behind(model, match.behind, match.scale, match.shift)

@@ -99,7 +99,7 @@ class Walk:
             tensor = node.inputs[0]
 
     def arrive(self, reduction: Node, axes: tuple[int, ...]) -> None:
-        """Raise NotANorm if the reduced tensor was rounded, or does not broadcast as with its axes kept."""
+        """Raise NotANorm if the statistic was rounded, or does not broadcast as with its axes kept."""
         if self.is_rounded or not _is_arranged(reduction, axes, self.layout[::-1]):
             raise NotANorm(
                 "its statistics are rounded, or not aligned with the axes that they were taken over"

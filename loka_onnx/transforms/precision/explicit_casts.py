@@ -79,7 +79,7 @@ def fp32_nodes(model: GraphModel, base: Precision, plan: PrecisionPlan) -> froze
 
 
 def stored_in(base: Precision, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Return FP32 values rounded to the base precision; infinite beyond its range."""
+    """Return values rounded to FP32, then to the base precision, in FP64; infinite beyond its range."""
     single = values.astype(np.float32)
     return (single if base is Precision.FP32 else _narrowed(single, base)).astype(np.float64)
 

@@ -67,7 +67,7 @@ class Pair:
 
 
 def find_pairs(model: GraphModel, nodes: Sequence[Node]) -> Iterator[Pair | Declined]:
-    """Find the pairs among the nodes of the main graph, and each Q that is in none."""
+    """Yield the pairs among nodes of the main graph, and `Declined` for each Q of an activation in none."""
     for node in nodes:
         if node.op != "QuantizeLinear" or is_constant(node.inputs[0]):
             continue
@@ -136,7 +136,7 @@ _READS_NO_VALUES = frozenset({"Shape", "Size"})
 
 @dataclass(frozen=True)
 class Demand:
-    """The rounding of all readers of a tensor; None if they differ, for a `reason`, or without readers."""
+    """The rounding of all readers of a tensor; None, with a `reason`, if they differ, and without readers."""
 
     key: Key | None = None
     reason: str = ""
