@@ -22,8 +22,8 @@ def move(
     node: Node, tensor: Tensor, numbers: Numbers, lengths: Mapping[str, int], other: int = 0
 ) -> list[Numbers]:
     """Return the outputs of a node as arrays: `numbers` stands for its input `tensor`, `other` for elements
-    of a Concat's other inputs; `lengths` are of other named dimensions. ValueError or
-    IndexError where the node does not move elements, or its operands are not known or do not fit.
+    of a Concat's other inputs; `lengths` are of other named dimensions. ValueError or IndexError where the
+    node does not move elements, or its operands are not known or do not fit.
     """
     if node.op == "Concat":
         axis = int(node.attrs["axis"])

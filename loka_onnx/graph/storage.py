@@ -177,7 +177,7 @@ def read_external(tensor: onnx.TensorProto, directory: Path) -> None:
 
 
 def model_digest(path: Path) -> str:
-    """Return the SHA-256 over the model file and its external files."""
+    """Return the SHA-256 over the digests of a model file and its external files; raises as `read_proto`."""
     weights = data_locations(read_proto(path))
     return digest_with_weights(digest_file(path), path.parent, weights)
 
@@ -339,8 +339,8 @@ def move_outside(proto: onnx.ModelProto, path: Path, detached: Sequence[Array] =
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Yield a stream that replaces a file once complete; the earlier one stays under its other names. Raises
-    OutputError if the disk is full, or writing fails.
+    """Yield a stream that replaces a file when the block ends without an error; the earlier one stays under
+    its other names. Raises OutputError for an OSError.
     """
     unfinished = path.with_name(f".{path.name}.unfinished")
     full = OutputError(f"E0316 cannot write '{path}'", remedy="make room, or choose another --output")
