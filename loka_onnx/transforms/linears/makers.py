@@ -11,8 +11,9 @@ diag(s)⁻¹ moves on into the maker of x:
 - A product with constants, as in models that normalize their features themselves: (x·c) / s = x·(c/s).
 - An input of the model: a Mul by 1/s is put behind it. Readers that cannot take part go on reading the input.
 
-Only the last one adds an operation. Between maker and linears may stand layout operators, Relu, Slice, Split,
-Gather and Concat; all readers of the maker must be linears. `numerics.smoothing` computes factors.
+Only the last one adds an operation. Between maker and linears may stand layout operators, Relu, LeakyRelu,
+Slice, Split, Gather and Concat; all readers of the maker but an input must be linears. `numerics.smoothing`
+computes factors.
 """
 
 from __future__ import annotations

@@ -187,7 +187,7 @@ def scalar(tensor: Tensor) -> float | None:
 
 
 def static_lengths(tensor: Tensor, axes: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Return the lengths of some axes; None where one is unknown."""
+    """Return the lengths of some axes; None where one is unknown or 0."""
     lengths = tuple(static_dim(tensor, axis) or 0 for axis in axes)
     return lengths if all(lengths) else None
 
