@@ -38,7 +38,7 @@ _WHOLE = 1.5 * 2.0**23
 
 @dataclass(frozen=True)
 class Bounds:
-    """Bounds of a tensor: it `saturates` if it may exceed the format's range, `is_signed` if below 0."""
+    """A tensor `saturates` if it may exceed the format's range, and `is_signed` if it may be negative."""
 
     saturates: bool = True
     is_signed: bool = True

@@ -153,7 +153,7 @@ class GraphModel:
         return Exported(proto, detached, ())
 
     def shapes_at(self, batch: int) -> dict[str, tuple[int | None, ...]]:
-        """Infer shapes by tensor at a batch size, None where unknown; {} if axis 0 of an input is fixed."""
+        """Infer shapes by tensor name at a batch size, None if unknown; {} if an input's axis 0 is fixed."""
         graph = (proto := self._export().headers).graph
         for value in (*graph.output, *graph.value_info):
             if value.type.HasField("tensor_type"):
@@ -255,7 +255,7 @@ class GraphModel:
         return None if self.is_output(tensor) or len(tensor.outputs) != 1 else consumers(tensor)[0]
 
     def fresh_name(self, base: str) -> str:
-        """Return and reserve `base`, with an ordinal if a tensor or node has it (but for a renamed node)."""
+        """Return and reserve `base`, with an ordinal if a tensor or node has it; `rename` is not seen."""
         if not self._names:
             # A branch sees the outer names and may not repeat them.
             parts = (self.graph, *self.graph.subgraphs(recursive=True))
@@ -286,7 +286,7 @@ class GraphModel:
         dtype: Any = None,
         attrs: Mapping[str, Any] | None = None,
     ) -> Tensor:
-        """Append a node with one output and return it, of unknown shape; `dtype` None: the first input's."""
+        """Append a node; return its one output, of unknown shape and, by default, the first input's type."""
         unique = self.fresh_name(name)
         if self._node_names is not None:
             self._node_names.add(unique)
@@ -349,7 +349,8 @@ class GraphModel:
 
     def hand_over(self, old: Tensor, new: Tensor) -> None:
         """Let the node of `new` compute `old`, which keeps name, type, shape and readers. The former node of
-        `old` loses it, and saving removes that. InternalError if it has other outputs, or `new` has readers.
+        `old` is then without an output and removed on saving. InternalError if it had several outputs, or
+        `new` has a reader.
         """
         replaced, maker = old.inputs[0], new.inputs[0]
         if len(replaced.outputs) != 1 or new.outputs:

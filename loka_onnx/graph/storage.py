@@ -163,7 +163,7 @@ def model_files(path: Path) -> tuple[Path, ...]:
 
 
 def read_external(tensor: onnx.TensorProto, directory: Path) -> None:
-    """Load a tensor's external data, of linked files too, which onnx refuses; ModelError if cut short."""
+    """Load external data into a tensor, also of linked files, which onnx refuses; ModelError if cut short."""
     stored = Stored.of(tensor)
     with (directory / stored.location).open("rb") as stream:
         stream.seek(stored.offset)

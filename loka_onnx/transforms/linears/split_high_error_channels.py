@@ -171,7 +171,7 @@ class SplitHighErrorChannels(Mod[ChannelSplit]):
 
 
 def rejoin(model: GraphModel, site: str) -> Applied:
-    """Undo the split of a site, in place and to the bits of the weight; InternalError if it is not split."""
+    """Undo the split of a site, in place; the weight has its earlier bits. InternalError without a split."""
     linear, part = read_linear(model, model.node(site)), f"{site}{HIGH_ERROR}"
     small, gather, add = (model.node(name) for name in (part, f"{part}{GATHER}", f"{part}{ADD}"))
     weight = linear.weight_kn().copy()
