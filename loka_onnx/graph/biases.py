@@ -17,20 +17,22 @@ from loka_onnx.graph.model import GraphModel, Node, Tensor, consumers, is_consta
 
 @dataclass(frozen=True)
 class Bias:
-    """A constant that a Gemm or Add adds, and its position; a Gemm without a third input will get one."""
+    """A constant input of a Gemm or Add, by `index`, which is 2 also for a Gemm without a third input yet."""
 
     node: Node
     index: int
 
 
 def bias_of(model: GraphModel, product: Node) -> Bias | None:
-    """Return the constant added to a product alone, by Gemm or the Add behind it; None for none."""
+    """Return the FP32 constant added to a product: the third input of a Gemm, present or not, unless `beta`
+    is 0; or an operand of the Add that alone reads a MatMul. None for anything else.
+    """
     if product.op == "Gemm":
         has_third = len(product.inputs) > 2 and bool(product.inputs[2].name)
         if product.attrs.get("beta", 1.0) == 0.0 or (has_third and not _is_float(product.inputs[2])):
             return None
         return Bias(product, 2)
-    add = _only_reader(model, product.outputs[0])
+    add = model.only_reader(product.outputs[0])
     if add is None or add.op != "Add":
         return None
     positions = (i for i in (0, 1) if _is_float(add.inputs[i]) and add.inputs[1 - i] is product.outputs[0])
@@ -38,7 +40,7 @@ def bias_of(model: GraphModel, product: Node) -> Bias | None:
 
 
 def biased(model: GraphModel, product: Node) -> Tensor:
-    """Return the product with its constant: a correction of that constant changes nothing else."""
+    """Return the tensor of a product plus its constant (`bias_of`); the product's own tensor without one."""
     bias = bias_of(model, product)
     tensor: Tensor = (product if bias is None else bias.node).outputs[0]
     return tensor
@@ -46,15 +48,15 @@ def biased(model: GraphModel, product: Node) -> Tensor:
 
 @dataclass(frozen=True)
 class Score:
-    """The logit (or regression), one element for each example, and the Sigmoid behind it, if any."""
+    """The logit (or regression) of an output; for a probability also the Sigmoid that reads the logit."""
 
     tensor: Tensor
     sigmoid: Node | None
 
 
 def score_of(model: GraphModel, output: str, kind: OutputKind) -> Score | None:
-    """Return the logit (or regression) behind an output; None for a probability that has readers, or is no
-    Sigmoid of its logit, perhaps in another layout.
+    """Return the score of a graph output: the output itself or, for a probability, the input of the Sigmoid
+    that makes it, layout operators between. None for a probability that has readers, or no such Sigmoid.
     """
     tensor = next(each for each in model.outputs if each.name == output)
     if kind is not OutputKind.PROBABILITY:
@@ -66,7 +68,7 @@ def score_of(model: GraphModel, output: str, kind: OutputKind) -> Score | None:
 
 
 def score_bias(model: GraphModel, score: Tensor) -> Bias | None:
-    """Return the constant added to every element of a score and to nothing else; None for none."""
+    """Return the FP32 constant of the Gemm or Add that makes a score, layout operators between; or None."""
     node = _behind_layout(model, score)
     if node is None or node.op == "Gemm":
         return None if node is None else bias_of(model, node)
@@ -78,7 +80,7 @@ def _behind_layout(model: GraphModel, tensor: Tensor) -> Node | None:
     """Return the maker of a tensor behind layout operators, each the only reader of its input."""
     node = producer(tensor)
     while node is not None and node.op in LAYOUT_OPS:
-        node = producer(node.inputs[0]) if _only_reader(model, node.inputs[0]) is not None else None
+        node = producer(node.inputs[0]) if model.only_reader(node.inputs[0]) is not None else None
     return node
 
 
@@ -86,14 +88,8 @@ def _is_float(tensor: Tensor) -> bool:
     return is_constant(tensor) and values_of(tensor).dtype == np.float32
 
 
-def _only_reader(model: GraphModel, tensor: Tensor) -> Node | None:
-    if model.is_output(tensor) or len(tensor.outputs) != 1:
-        return None
-    return consumers(tensor)[0]
-
-
 def expose_scores(model: GraphModel, kinds: Mapping[str, OutputKind]) -> dict[str, str]:
-    """Add the scores of outputs to the graph outputs; return their names by output."""
+    """Make scores graph outputs, in place; return their names by output, but for outputs without a score."""
     names: dict[str, str] = {}
     for output, kind in kinds.items():
         score = score_of(model, output, kind)

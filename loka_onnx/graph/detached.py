@@ -29,7 +29,7 @@ TOKEN = secrets.token_bytes(16)
 
 
 def hold(header: onnx.TensorProto, number: int) -> None:
-    """Let a header refer to values; edits it."""
+    """Let a header refer to the detached array of a number; edits it."""
     header.raw_data = TOKEN + number.to_bytes(8, "little")
 
 
@@ -67,7 +67,7 @@ def refill(field: Any, values: Iterable[Any]) -> None:
 
 
 def without_weights(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Return a copy of a model with large or external initializers as inputs, unless they are inputs."""
+    """Return a copy of a model: large or external initializers become inputs, where they are not yet."""
     light = onnx.ModelProto()
     light.ir_version = model.ir_version
     light.opset_import.extend(model.opset_import)
@@ -90,7 +90,7 @@ def without_weights(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def add_inferred_shapes(model: onnx.ModelProto) -> None:
-    """Write all inferable types and shapes of inner tensors and outputs into a model."""
+    """Infer types and shapes of inner tensors and outputs, as far as possible; edits the model."""
     light = without_weights(model)
     inferred = onnx.shape_inference.infer_shapes(light, strict_mode=False, data_prop=True)
     weights = {tensor.name for tensor in model.graph.initializer}

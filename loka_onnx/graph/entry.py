@@ -59,7 +59,7 @@ QUANTIZING = frozenset({"QuantizeLinear", "DynamicQuantizeLinear", *_PRODUCTS})
 
 @dataclass(frozen=True)
 class Canonical:
-    """A model in canonical form, the writer of the original, and conversions, for the report."""
+    """A model in canonical form; name and version of the original's `producer`; the conversions, in words."""
 
     model: GraphModel
     producer: str
@@ -67,7 +67,7 @@ class Canonical:
 
 
 def open_inputs(path: Path) -> tuple[TensorSpec, ...]:
-    """Inputs of a foreign model of shape (batch, width) with a dynamic width; ModelError if it is unsound."""
+    """Return the inputs of a foreign model with two axes, both dynamic; ModelError as `read_proto`."""
     proto = read_proto(path)
     check_message(proto, path)
     constants = {tensor.name for tensor in proto.graph.initializer}
@@ -82,7 +82,8 @@ def open_inputs(path: Path) -> tuple[TensorSpec, ...]:
 
 def canonicalize(path: Path, widths: Mapping[str, int] = MappingProxyType({})) -> Canonical:
     """Read and convert a foreign model; `widths` fixes axis 1 of `open_inputs`, by name. Raises ModelError if
-    it is truncated, unsound, of another operator set, quantized already, or not convertible.
+    it cannot be read or converted, is unsound, quantized or in BF16, has another opset, a custom operator or
+    a weight beyond FP32, an input or output that is no tensor, or an output without a batch.
     """
     proto = read_proto(path)
     check_message(proto, path)
@@ -319,8 +320,8 @@ _TYPE_ATTRIBUTES = frozenset({"to", "dtype", "output_dtype", "stash_type"})
 
 
 def to_float32(proto: onnx.ModelProto, path: Path) -> tuple[str, ...]:
-    """Convert a model with weights, inputs or outputs of another float type; edits it. Returns the
-    conversions, for the report. Raises ModelError if it computes in BF16, or a weight does not fit.
+    """Convert a model to FP32 if matrices, inputs or outputs are of another float type; edits it. Returns the
+    conversions, in words. Raises ModelError if it computes in BF16, or a weight is beyond FP32.
     """
     # 16-bit embedding tables.
     stored, used = {TensorProto.FLOAT16, TensorProto.BFLOAT16}, looked_up(proto.graph)
@@ -353,7 +354,7 @@ def to_float32(proto: onnx.ModelProto, path: Path) -> tuple[str, ...]:
 
 
 def to_dense(proto: onnx.ModelProto) -> tuple[str, ...]:
-    """Store sparse weights densely; edits a model. Returns the conversions, for the report."""
+    """Store sparse weights densely; edits a model. Returns the conversions, in words, () for none."""
     count = 0
     for graph in with_subgraphs(proto.graph):
         count += len(graph.sparse_initializer)

@@ -38,7 +38,7 @@ _WHOLE = 1.5 * 2.0**23
 
 @dataclass(frozen=True)
 class Bounds:
-    """Known bounds of a tensor, which save operations."""
+    """A tensor `saturates` if it may exceed the format's range, and `is_signed` if it may be negative."""
 
     saturates: bool = True
     is_signed: bool = True
@@ -46,9 +46,9 @@ class Bounds:
 
 @dataclass(frozen=True)
 class FakeQuantized:
-    """Tensors of the rounding in the graph: x / scale before clipping (`scaled`; its magnitude in a floating
-    format), after clipping and rounding (`rounded`), and the rounded x in FP32 (`values`); `clipping` is a
-    tensor before and after it, None without.
+    """Tensors of the rounding in the graph: x / scale before clipping (`scaled`), after clipping and rounding
+    (`rounded`), both magnitudes in a floating format, and the rounded x in FP32 (`values`); `clipping` is the
+    tensor before and the one after the Clip, None without a Clip.
     """
 
     scaled: Tensor
@@ -82,7 +82,7 @@ def fake_quantize(
     name: str,
     bounds: Bounds = Bounds(),
 ) -> FakeQuantized:
-    """Add nodes that quantize and dequantize an FP32 activation in FP32; `name` begins their names."""
+    """Add nodes that quantize and dequantize an FP32 tensor; `name` begins their names. No reader changes."""
     add, scale = _Chain(model, tensor, name), scaling.scale
     scaled = add("Div", "scaled", tensor, scale)
     if format.mantissa_bits is None:
@@ -104,7 +104,7 @@ def fake_quantize(
 
 
 def round_to_bfloat16(model: GraphModel, tensor: Tensor, name: str) -> Tensor:
-    """Add nodes that round an FP32 tensor to the nearest BF16 number; the result stays FP32."""
+    """Add nodes that round an FP32 tensor to BF16; return their result, of type FP32. No reader changes."""
     add = _Chain(model, tensor, name)
     high = add("Mul", "high", tensor, 2.0**16 + 1.0)
     return add("Add", "bf16", high, add("Sub", "rest", tensor, high))

@@ -12,14 +12,14 @@ LAYOUT_OPS = frozenset({"Transpose", "Reshape", "Flatten", "Squeeze", "Unsqueeze
 
 @dataclass(frozen=True)
 class LayoutRoot:
-    """Origin of a tensor's elements, and the layout nodes behind it, in order."""
+    """A tensor, and the layout nodes that lead from it to a given one, in that order."""
 
     tensor: Tensor
     chain: tuple[Node, ...]
 
 
 def layout_root(tensor: Tensor) -> LayoutRoot:
-    """Trace a tensor back through layout operations."""
+    """Return the tensor that layout nodes rearranged into this one, and the nodes; itself and () for none."""
     chain: list[Node] = []
     node = producer(tensor)
     while node is not None and node.op in LAYOUT_OPS and not is_constant(node.inputs[0]):
@@ -30,7 +30,7 @@ def layout_root(tensor: Tensor) -> LayoutRoot:
 
 
 def reapply(model: GraphModel, chain: Sequence[Node], tensor: Tensor, name: str) -> Tensor:
-    """Apply copies of layout nodes to another tensor of the same shape."""
+    """Append copies of layout nodes behind another tensor of the same shape; return the last one's output."""
     for position, node in enumerate(chain):
         tensor = model.add_like(node, [tensor, *node.inputs[1:]], f"{name}.layout{position}")
     return tensor

@@ -73,7 +73,7 @@ def element_type(dtype: Any) -> int:
 
 
 class GraphModel:
-    """An ONNX model whose main graph can be edited; `tables` are external, with absolute locations."""
+    """An ONNX model whose main graph can be edited; `tables` stay in files, at absolute paths, by name."""
 
     def __init__(self, graph: gs.Graph, tables: Mapping[str, onnx.TensorProto]) -> None:
         self.graph = graph
@@ -94,7 +94,9 @@ class GraphModel:
     def from_proto(
         cls, proto: onnx.ModelProto, directory: Path, detached: Sequence[Array] = ()
     ) -> GraphModel:
-        """Take over a parsed model whose external data lies in `directory`; `proto` is consumed."""
+        """Return the model of a message, which is consumed. Its external data lies in `directory`; `detached`
+        are the values of its headers (`graph.detached`). ModelError if external data is cut short.
+        """
         tables = take_tables(proto, directory)
         for tensor in all_initializers(proto.graph):
             if uses_external_data(tensor) and stored_bytes(tensor) <= STRIP_BYTES:
@@ -121,14 +123,14 @@ class GraphModel:
         return cls.from_proto(exported.copy_headers(exported.tables), Path("/"), exported.detached)
 
     def save(self, path: Path, *, link_tables: bool = True) -> str:
-        """Write the model and its external data; return the digest of the content. Unused nodes are removed,
-        the rest is sorted. Table files are hard-linked, or copied where `link_tables` is False: an owner may
-        write into them, and onnx refuses files that have a second name.
+        """Write the model and its external data, and return its `model_digest`; edits this graph as `export`.
+        Table files are hard-linked, or copied where `link_tables` is False: an owner may write into them, and
+        onnx refuses files that have a second name. OutputError, for tables OSError, if writing fails.
         """
         return self.export().write(path, link_tables=link_tables)
 
     def export(self) -> Exported:
-        """Return the model as written; unused nodes are removed, the rest is sorted."""
+        """Return the model as written; removes unused nodes from this graph, and sorts the rest."""
         with collector_paused():
             self.graph.cleanup(remove_unused_graph_inputs=False).toposort()
         exported = self._export()
@@ -151,7 +153,7 @@ class GraphModel:
         return Exported(proto, detached, ())
 
     def shapes_at(self, batch: int) -> dict[str, tuple[int | None, ...]]:
-        """Infer the shapes of the main graph's tensors for a batch size; empty if an input's is fixed."""
+        """Infer shapes by tensor name at a batch size, None if unknown; {} if an input's axis 0 is fixed."""
         graph = (proto := self._export().headers).graph
         for value in (*graph.output, *graph.value_info):
             if value.type.HasField("tensor_type"):
@@ -172,7 +174,7 @@ class GraphModel:
             return GraphModel(copied(self.graph), self.tables)
 
     def extract(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> GraphModel:
-        """Return a copy of the nodes between tensors of known type and shape, which shares the weights."""
+        """Copy the nodes between tensors of known type, sharing weights; InternalError if more are read."""
         graph = copied(self.graph)
         tensors = graph.tensors()
         graph.inputs = [tensors[tensor.name] for tensor in inputs]
@@ -187,7 +189,7 @@ class GraphModel:
         return GraphModel(graph, self.tables)
 
     def to_proto(self) -> onnx.ModelProto:
-        """Return the present model, without its tables."""
+        """Return the present model in one message, without its tables; sorts the nodes."""
         self.graph.toposort()
         return self._export().whole()
 
@@ -216,11 +218,11 @@ class GraphModel:
         return list(self.graph.nodes)
 
     def sorted_nodes(self) -> list[Node]:
-        """Nodes of the main graph, producers before consumers."""
+        """Nodes of the main graph, producers before consumers; the graph is sorted, too."""
         return list(self.graph.toposort().nodes)
 
     def node(self, name: str) -> Node:
-        """Return the node of that name."""
+        """Return the main-graph node of that name, with outputs; InternalError if there is none."""
         node = self._nodes.get(name)
         if node is None or node.name != name or not node.outputs:
             # An emptied node waits for `save` to remove it; its name may live on in another.
@@ -248,8 +250,12 @@ class GraphModel:
         """True if the tensor is a graph output."""
         return any(tensor is output for output in self.graph.outputs)
 
+    def only_reader(self, tensor: Tensor) -> Node | None:
+        """Return the only reader of a tensor; None for none, several, or a graph output."""
+        return None if self.is_output(tensor) or len(tensor.outputs) != 1 else consumers(tensor)[0]
+
     def fresh_name(self, base: str) -> str:
-        """Return an unused tensor or node name."""
+        """Return and reserve `base`, with an ordinal if a tensor or node has it; `rename` is not seen."""
         if not self._names:
             # A branch sees the outer names and may not repeat them.
             parts = (self.graph, *self.graph.subgraphs(recursive=True))
@@ -260,7 +266,7 @@ class GraphModel:
         return name
 
     def rename(self, node: Node, base: str) -> None:
-        """Rename a site's node to `base`, with an ordinal where another node has it; tensors do not count."""
+        """Rename a site's node to `base`, with an ordinal if another node has it; a tensor may have it."""
         if self._node_names is None:
             self._node_names = {other.name for other in self.graph.nodes if other.outputs}
         self._node_names.discard(node.name)
@@ -268,7 +274,7 @@ class GraphModel:
         self._node_names.add(node.name)
 
     def constant(self, base: str, values: npt.NDArray[Any]) -> Tensor:
-        """Add an initializer."""
+        """Return a new initializer, named `base`, with an ordinal if that is taken."""
         values = np.ascontiguousarray(values).reshape(np.shape(values))
         return _tensor(gs.Constant(self.fresh_name(base), values))
 
@@ -280,7 +286,7 @@ class GraphModel:
         dtype: Any = None,
         attrs: Mapping[str, Any] | None = None,
     ) -> Tensor:
-        """Append a node with one output and return that output, by default of the first input's type."""
+        """Append a node; return its one output, of unknown shape and, by default, the first input's type."""
         unique = self.fresh_name(name)
         if self._node_names is not None:
             self._node_names.add(unique)
@@ -290,7 +296,7 @@ class GraphModel:
         return output
 
     def remove(self, nodes: Sequence[Node]) -> None:
-        """Remove nodes with unread outputs."""
+        """Remove nodes; nothing may read their outputs, which is not checked."""
         gone = {id(node) for node in nodes}
         for node in nodes:
             node.inputs.clear()
@@ -314,26 +320,26 @@ class GraphModel:
         return list(node.outputs)
 
     def add_output(self, tensor: Tensor, dtype: Any, shape: Sequence[int | str] | None) -> None:
-        """Make a tensor a graph output."""
+        """Append a tensor, with this type and shape from now on, to the graph outputs."""
         tensor.dtype = dtype
         tensor.shape = shape
         self.graph.outputs.append(tensor)
 
     def add_input(self, name: str, dtype: Any, shape: Sequence[int | str]) -> Tensor:
-        """Add a graph input."""
+        """Append and return a graph input, named `name`, with an ordinal if that is taken."""
         tensor = _tensor(gs.Variable(self.fresh_name(name), dtype=dtype, shape=list(shape)))
         self.graph.inputs.append(tensor)
         return tensor
 
     def make_output(self, old: Tensor, new: Tensor) -> None:
-        """Replace the graph output `old` by `new`, under the same name."""
+        """Replace the graph output `old` by `new`, which takes its name, type and shape; `old` is renamed."""
         position = next(i for i, output in enumerate(self.graph.outputs) if output is old)
         new.dtype, new.shape = old.dtype, old.shape
         old.name, new.name = self.fresh_name(f"{old.name}.inner"), old.name
         self.graph.outputs[position] = new
 
     def replace_uses(self, old: Tensor, new: Tensor, consumers: Sequence[Node] | None = None) -> None:
-        """Let consumers, all by default, read `new` instead of `old`; a graph output keeps its name."""
+        """Let consumers (None: all, and a graph output, which keeps its name) read `new` instead of `old`."""
         for node in list(old.outputs) if consumers is None else consumers:
             for index, tensor in enumerate(node.inputs):
                 if tensor is old:
@@ -342,8 +348,9 @@ class GraphModel:
             self.make_output(old, new)
 
     def hand_over(self, old: Tensor, new: Tensor) -> None:
-        """Let the node of `new`, which nothing reads yet, compute `old`, which keeps name, shape and readers.
-        The former node of `old` is left without an output and removed on saving.
+        """Let the node of `new` compute `old`, which keeps name, type, shape and readers. The former node of
+        `old` is then without an output and removed on saving. InternalError if it had several outputs, or
+        `new` has a reader.
         """
         replaced, maker = old.inputs[0], new.inputs[0]
         if len(replaced.outputs) != 1 or new.outputs:
@@ -354,9 +361,9 @@ class GraphModel:
         maker.outputs[next(i for i, tensor in enumerate(maker.outputs) if tensor is new)] = old
 
     def insert_behind(self, tensor: Tensor, op: str, operands: Sequence[Tensor], name: str) -> Tensor:
-        """Put a node between a computed tensor, which keeps name, shape and readers, and its readers, graph
-        outputs included. `operands` are the node's inputs after the first, which is the former result, of
-        unknown shape, and returned.
+        """Put a node behind the maker of a computed tensor. It makes `tensor`, which keeps name, shape and
+        readers, graph outputs among them, from the maker's result and `operands`. Returns the maker's result,
+        which is a new tensor of unknown shape.
         """
         maker = tensor.inputs[0]
         inner = _tensor(gs.Variable(self.fresh_name(f"{tensor.name}.inner"), dtype=tensor.dtype))
@@ -365,7 +372,7 @@ class GraphModel:
         return inner
 
     def renew_output(self, node: Node) -> Tensor:
-        """Give a one-output node a new output of unknown shape that nothing reads yet."""
+        """Give a one-output node a new output of unknown shape; return it. The old one loses its maker."""
         fresh = _tensor(gs.Variable(self.fresh_name(f"{node.name}.out"), dtype=node.outputs[0].dtype))
         node.outputs = [fresh]
         return fresh
@@ -409,14 +416,14 @@ def is_constant(tensor: Tensor) -> bool:
 
 
 def values_of(tensor: Tensor) -> npt.NDArray[Any]:
-    """Return the values of an initializer."""
+    """Return the values of an initializer; InternalError for another tensor."""
     if not isinstance(tensor, gs.Constant):
         raise InternalError(f"tensor '{tensor.name}' is not constant")
     return np.asarray(tensor.values)
 
 
 def shape_of(tensor: Tensor) -> tuple[int | str, ...]:
-    """Return the shape of a tensor of known rank."""
+    """Return the shape of a tensor; InternalError if its rank is unknown."""
     if tensor.shape is None:
         raise InternalError(f"the shape of tensor '{tensor.name}' is not known")
     return tuple(tensor.shape)

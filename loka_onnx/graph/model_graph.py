@@ -29,12 +29,12 @@ MOST_NODES = 600
 
 
 def read_model_graph(path: Path, sites: Collection[str]) -> ModelGraph:
-    """Read the graph of a canonical model without external data; beyond `MOST_NODES`, modules are folded."""
+    """Describe the graph of a canonical model file; no external data is read. ModelError as `parse_proto`."""
     return describe_graph(parse_proto(path).graph, sites)
 
 
 def describe_graph(graph: onnx.GraphProto, sites: Collection[str], most: int = MOST_NODES) -> ModelGraph:
-    """Return the graph of a parsed model, whose nodes are in order, folded to at most `most` nodes."""
+    """Return the graph of a parsed, sorted model, folded to at most `most` nodes; `sites` are node names."""
     nodes, edges = _whole(graph, frozenset(sites))
     operators = sum(node.kind is NodeKind.OPERATOR for node in nodes)
     whole = _Drawing(tuple(nodes), edges)

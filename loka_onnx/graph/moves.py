@@ -21,8 +21,9 @@ Numbers = npt.NDArray[np.int64]
 def move(
     node: Node, tensor: Tensor, numbers: Numbers, lengths: Mapping[str, int], other: int = 0
 ) -> list[Numbers]:
-    """Return the outputs of a node, with `numbers` for its input `tensor`, `other` for operands of a Concat,
-    and `lengths` of named dimensions besides the tensor's. ValueError for unknown operators.
+    """Return the outputs of a node as arrays: `numbers` stands for its input `tensor`, `other` for elements
+    of a Concat's other inputs; `lengths` are of other named dimensions. ValueError or IndexError where the
+    node does not move elements, or its operands are not known or do not fit.
     """
     if node.op == "Concat":
         axis = int(node.attrs["axis"])
@@ -43,7 +44,7 @@ def move(
 
 
 def taken_axes(node: Node) -> tuple[int, ...]:
-    """Return the axes along which a Slice, Split or Gather takes a part; none for other operators."""
+    """Return the axes along which a Slice, Split or Gather takes parts, else (); ValueError if computed."""
     if node.op in {"Gather", "Split"}:
         return (int(node.attrs.get("axis", 0)),)
     constants = _constants(node) if node.op == "Slice" else []
@@ -170,7 +171,7 @@ def _through(node: Node) -> tuple[InputColumn | None, ...]:
 
 
 def width_of(tensor: Tensor) -> int:
-    """Columns of a tensor (batch,) or (batch, columns); 0 for another or a number that is not fixed."""
+    """Return the columns of (batch, columns), 1 for (batch,); 0 for a dynamic number or another rank."""
     shape = tensor.shape or ()
     width = shape[1] if len(shape) == 2 else int(len(shape) == 1)
     return width if isinstance(width, int) else 0

@@ -15,7 +15,7 @@ from loka_onnx.graph.sites import BATCH, PRODUCT_OPS, Shape, Shapes
 
 
 def other_products(model: GraphModel) -> tuple[OtherProduct, ...]:
-    """Return every matrix product that is no site, subgraphs included; a body of Loop or Scan counts once."""
+    """Return products that are no sites: Conv, Einsum, …, and any in a branch or (once) a loop's body."""
     is_any = any(node.op in _COUNTS for node in model.nodes)
     return tuple(_found(model.nodes, "", model.shapes_at(BATCH) if is_any else {}))
 
@@ -76,21 +76,22 @@ def _matmul(node: Node, shapes: Shapes) -> int | None:
     return _times(2, _size(node.outputs[0], shapes), k)
 
 
-def _equation(node: Node) -> str:
+def equation_of(node: Node) -> str:
+    """Return the equation of an Einsum, without spaces."""
     equation = node.attrs["equation"]
     return (equation.decode() if isinstance(equation, bytes) else str(equation)).replace(" ", "")
 
 
 def _sums(node: Node) -> bool:
     """Return False of an Einsum that sums no products: an outer product, or of one operand."""
-    if node.op != "Einsum" or "->" not in _equation(node):
+    if node.op != "Einsum" or "->" not in equation_of(node):
         return True
-    given, _, output = _equation(node).partition("->")
+    given, _, output = equation_of(node).partition("->")
     return "," in given and not {*given} <= {*output, ","}
 
 
 def _einsum(node: Node, shapes: Shapes) -> int | None:
-    text = _equation(node)
+    text = equation_of(node)
     lengths: dict[str, int | None] = {}
     for term, tensor in zip(text.partition("->")[0].split(","), node.inputs, strict=False):
         shape = _at_batch(tensor, shapes)

@@ -64,15 +64,15 @@ _BLOCKS = PRODUCT_OPS | {"Attention", "Conv", "ConvTranspose", "Einsum", "GRU", 
 
 @dataclass(frozen=True)
 class Protected:
-    """A node that should not lose precision; the reason is a part of a sentence."""
+    """Name of a node that should not lose precision; the reason, which is a part of a sentence."""
 
     node: str
     reason: str
 
 
 def logit_ends(model: GraphModel) -> tuple[Protected, ...]:
-    """Return nodes between the last products and the outputs, in topological order. Movements in front of the
-    first computing node are left out: they move less in the narrower type.
+    """Return the nodes of every logit end, in topological order, each with an output that it leads to.
+    Movements and casts before the first node that computes are left out: they move less in a narrower type.
     """
     order = model.sorted_nodes()
     serves = _what_serves_outputs(model, order)
@@ -139,13 +139,13 @@ def _is_narrow(tensor: Tensor) -> bool:
 
 
 def is_fp32(tensor: Tensor) -> bool:
-    """True if a tensor is there and known to be FP32."""
+    """True if a tensor is known to be FP32; False for an omitted input."""
     return bool(tensor.name) and tensor.dtype is not None and element_type(tensor.dtype) == TensorProto.FLOAT
 
 
 def residual_streams(model: GraphModel) -> tuple[Protected, ...]:
-    """Return Adds that join a block to its own input, and nodes that carry the sum to the next of them:
-    norms, activations, constant factors, movements.
+    """Return Adds and Sums that join a block to its own input, and nodes that carry the result to the next of
+    them (norms, activations, constant factors, movements), in topological order.
     """
     order = model.sorted_nodes()
     skipped = _skipped_inputs(model, order)
@@ -245,7 +245,7 @@ class Divisor:
 
 
 def divisors(model: GraphModel) -> tuple[Divisor, ...]:
-    """Return every computed divisor of the main graph, in node order."""
+    """Return computed divisors: of Div, Reciprocal, Log and Pow to a negative power, in node order."""
     positions = ((node, _position(node)) for node in model.nodes)
     operands = ((node, node.inputs[position]) for node, position in positions if position is not None)
     return tuple(Divisor(node, each, _makers(each)) for node, each in operands if producer(each) is not None)

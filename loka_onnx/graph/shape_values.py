@@ -28,7 +28,7 @@ _PASSING = frozenset({"Identity", "Cast", "Squeeze", "Unsqueeze", "Reshape", "Fl
 
 
 def dimension(tensor: Tensor, axis: int) -> Dim:
-    """Return the length or name of one axis of a tensor of known rank."""
+    """Return the length or name of an axis, else ``<tensor>[<axis>]``; InternalError for an unknown rank."""
     length = shape_of(tensor)[axis]
     if isinstance(length, int) and length >= 0:
         return length
@@ -59,7 +59,7 @@ def read_dimensions(tensor: Tensor) -> tuple[Dim, ...] | None:
 
 
 def read_number(tensor: Tensor) -> float | None:
-    """Return the one element of a constant, or of a tensor computed from known dimensions."""
+    """Return the only element of a constant, or of a tensor made of known dimensions; None for others."""
     if is_constant(tensor):
         values = values_of(tensor)
         return float(values.reshape(-1)[0]) if values.size == 1 else None
@@ -71,7 +71,7 @@ def reshaped(
     source: tuple[Dim, ...], target: tuple[Dim, ...], *, zero_copies: bool
 ) -> tuple[Dim, ...] | None:
     """Return the dimensions after a Reshape to a target with -1 and, if `zero_copies`, 0 for the same length;
-    None where they are unknown (-1 stands for a product of named dimensions).
+    None where they do not fit the source, or -1 stands for a product of named dimensions.
     """
     if zero_copies:
         if any(entry == 0 and axis >= len(source) for axis, entry in enumerate(target)):

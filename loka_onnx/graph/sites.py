@@ -21,14 +21,14 @@ Shapes = Mapping[str, Shape]
 
 
 def is_site(node: Node) -> bool:
-    """True if the node is a matrix product or a normalization."""
+    """True if the node is a normalization, or a MatMul or Gemm whose factors are not both constant."""
     return node.op in NORM_OPS or (
         node.op in PRODUCT_OPS and not all(is_constant(tensor) for tensor in node.inputs[:2])
     )
 
 
 def find_sites(model: GraphModel, merged_from: dict[str, tuple[str, ...]] | None = None) -> tuple[Site, ...]:
-    """Return every site of the main graph, in topological order, with the origins of merged ones."""
+    """Return every site of the main graph, in topological order; `merged_from` are origins by site name."""
     origins = merged_from or {}
     nodes = [node for node in model.sorted_nodes() if is_site(node)]
     shapes = model.shapes_at(BATCH) if nodes else {}
@@ -59,7 +59,7 @@ def _describe(node: Node, shapes: Shapes, merged_from: tuple[str, ...]) -> Site:
 
 
 def channel_axis(operand: Operand) -> int:
-    """Return the output-channel axis of a product's operand: of the last two axes, the one not contracted."""
+    """Return an operand's output-channel axis: of the last two, the one not summed; ValueError for a norm."""
     if operand.contracting_axis is None:
         raise ValueError("a norm has no output channels")
     rank = len(operand.shape)

@@ -35,7 +35,7 @@ def opset_of(proto: onnx.ModelProto) -> int:
 
 @contextmanager
 def parsing(path: Path, step: str) -> Iterator[None]:
-    """Turn any library error over a foreign model into "the model cannot be <step>"."""
+    """Raise ModelError ("cannot be <step>") for any error inside the block but LokaError and MemoryError."""
     try:
         yield
     except (LokaError, MemoryError):
@@ -45,7 +45,7 @@ def parsing(path: Path, step: str) -> Iterator[None]:
 
 
 def unsound(path: Path, what: str, evidence: str, where: str = "") -> ModelError:
-    """Return the refusal of an unsound model."""
+    """Return the error of an unsound model, to be raised: `what` is wrong, and the evidence."""
     lines = [line.strip() for line in evidence.splitlines() if line.strip()]
     return ModelError(
         f"E0310 '{path}' {what}",
@@ -56,7 +56,7 @@ def unsound(path: Path, what: str, evidence: str, where: str = "") -> ModelError
 
 
 def check_message(proto: onnx.ModelProto, path: Path) -> None:
-    """Refuse a message with a text that is not UTF-8, or a function that calls itself."""
+    """Raise ModelError for a message with a text that is not UTF-8, or a function that calls itself."""
     for message in messages(proto):
         for descriptor, value in message.ListFields():
             # Protobuf returns bytes for a text that is not UTF-8.
@@ -77,7 +77,7 @@ def check_message(proto: onnx.ModelProto, path: Path) -> None:
 
 
 def check_sound(proto: onnx.ModelProto, path: Path) -> None:
-    """Refuse a model without functions that is unsound by the standard."""
+    """Raise ModelError if a model without functions is unsound; `path` is its file, for ONNX Runtime."""
     for tensor in all_initializers(proto.graph):
         if uses_external_data(tensor) or not tensor.HasField("raw_data"):
             continue

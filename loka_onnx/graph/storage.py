@@ -97,7 +97,7 @@ class Stored:
 
     @classmethod
     def of(cls, tensor: onnx.TensorProto, path: Path | None = None) -> Stored:
-        """Return the position that a tensor states; refuse an invalid statement."""
+        """Return the position that a tensor states; ModelError for an invalid one."""
         entries = {entry.key: entry.value for entry in tensor.external_data}
         needed, offset = stored_bytes(tensor), entries.get("offset", "0")
         length = entries.get("length", str(needed))
@@ -158,12 +158,12 @@ def _check_external(stored: Stored, path: Path, homes: Collection[Path]) -> None
 
 
 def model_files(path: Path) -> tuple[Path, ...]:
-    """The model file and every file that holds its external data."""
+    """Return the model file and every file that holds its external data; ModelError as `read_proto`."""
     return (path, *(path.parent / name for name in data_locations(read_proto(path))))
 
 
 def read_external(tensor: onnx.TensorProto, directory: Path) -> None:
-    """Load a tensor; edits it. onnx's helper refuses files with several names, as linked tables have."""
+    """Load external data into a tensor, also of linked files, which onnx refuses; ModelError if cut short."""
     stored = Stored.of(tensor)
     with (directory / stored.location).open("rb") as stream:
         stream.seek(stored.offset)
@@ -177,7 +177,7 @@ def read_external(tensor: onnx.TensorProto, directory: Path) -> None:
 
 
 def model_digest(path: Path) -> str:
-    """Return the SHA-256 over the model file and its external files."""
+    """Return the SHA-256 over the digests of a model file and its external files; raises as `read_proto`."""
     weights = data_locations(read_proto(path))
     return digest_with_weights(digest_file(path), path.parent, weights)
 
@@ -238,7 +238,7 @@ def looked_up(graph: onnx.GraphProto) -> set[str]:
 
 
 def take_tables(proto: onnx.ModelProto, directory: Path) -> dict[str, onnx.TensorProto]:
-    """Move external initializers that only Gather reads out of the graph, as references."""
+    """Take external tables (`looked_up`) out of a message, by name; {} if under `TABLE_LIMIT_BYTES`."""
     names = looked_up(proto.graph)
     outside = [t for t in proto.graph.initializer if uses_external_data(t) and t.name in names]
     if not outside or sum(map(stored_bytes, outside)) < TABLE_LIMIT_BYTES:
@@ -258,7 +258,7 @@ def take_tables(proto: onnx.ModelProto, directory: Path) -> dict[str, onnx.Tenso
 
 
 def stored_bytes(tensor: onnx.TensorProto) -> int:
-    """Return the bytes of a tensor by its type and dimensions; refuse invalid ones."""
+    """Return the bytes of a tensor by its type and dimensions; ModelError for invalid ones."""
     kind = tensor.data_type
     if kind not in _STORED or any(dim < 0 for dim in tensor.dims):
         evidence = f"its element type is {kind}, its shape {[*tensor.dims][:16]}"
@@ -268,7 +268,7 @@ def stored_bytes(tensor: onnx.TensorProto) -> int:
 
 
 def place_table(table: onnx.TensorProto, directory: Path, link: bool) -> onnx.TensorProto:
-    """Return a table with its file in `directory`, where it is linked, or copied, if it is not there yet."""
+    """Return a copy of a table whose file is in `directory`: linked or, if not `link`, copied, if needed."""
     placed = onnx.TensorProto()
     placed.CopyFrom(table)
     for entry in placed.external_data:
@@ -306,9 +306,9 @@ def link_or_copy(source: Path, target: Path) -> None:
 
 
 def move_outside(proto: onnx.ModelProto, path: Path, detached: Sequence[Array] = ()) -> None:
-    """Write dense weights that are too large to stay in the model to ``<name>.data`` beside it. That file may
-    be a link to the source of the tables: it is replaced, never written into, and has another name where the
-    tables of this model are in it.
+    """Move dense weights that are too large together for a message to ``<name>.data`` beside the model; edits
+    the message. That file may be a link to the source of the tables: it is replaced, never written into, and
+    has another name where the tables of this model are in it.
     """
     # Branches hold weights as well: all those of a switchable model, each twice.
     weights = [*all_initializers(proto.graph)]
@@ -339,8 +339,8 @@ def move_outside(proto: onnx.ModelProto, path: Path, detached: Sequence[Array] =
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Yield a stream that replaces a file once complete; the earlier one stays under its other names. Raises
-    OutputError if the disk is full, or writing fails.
+    """Yield a stream that replaces a file when the block ends without an error; the earlier one stays under
+    its other names. Raises OutputError for an OSError.
     """
     unfinished = path.with_name(f".{path.name}.unfinished")
     full = OutputError(f"E0316 cannot write '{path}'", remedy="make room, or choose another --output")

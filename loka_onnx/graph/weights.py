@@ -61,7 +61,7 @@ class DetachedValues(LazyValues):  # type: ignore[misc]
 
 
 def take_weights(proto: onnx.ModelProto, directory: Path, detached: Sequence[Array] = ()) -> list[Array]:
-    """Replace large weights of a message by headers; edits it. Return the values behind `detached`."""
+    """Replace large weights of a message by headers; edits it. Return `detached`, then their values."""
     arrays = list(detached)
     for tensor in all_initializers(proto.graph):
         if tensor.data_type not in DETACHABLE_TYPES or stored_bytes(tensor) <= STRIP_BYTES:
@@ -84,7 +84,7 @@ def take_weights(proto: onnx.ModelProto, directory: Path, detached: Sequence[Arr
 
 
 def map_external(tensor: onnx.TensorProto, directory: Path) -> Array | None:
-    """Return values of a tensor as a map of its file; None where it has none, or not whole bytes."""
+    """Return a read-only map of a tensor's file; None without values, or for parts of bytes."""
     stored = Stored.of(tensor)
     itemsize = onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
     if stored.length == 0 or stored.length != itemsize * prod(tensor.dims):
@@ -112,7 +112,7 @@ def attach(graph: gs.Graph, detached: Sequence[Array]) -> None:
 
 @contextmanager
 def weights_detached(graph: gs.Graph) -> Iterator[list[Array]]:
-    """Export a graph with headers for its large weights; yields their values."""
+    """Let large weights of a graph be headers inside the block, to export it; yields their values."""
     detached: list[Array] = []
     kept: list[tuple[Any, Any]] = []
     try:
@@ -214,8 +214,8 @@ class Exported:
         return proto
 
     def in_memory(self) -> InMemory | None:
-        """Return the model for a session with weights in memory; None where they do not fit. ONNX Runtime
-        1.31 takes only those of the main graph: weights of branches stay in the message (< 2 GiB).
+        """Return the model for a session with weights in memory; None where the rest of the message exceeds
+        `INLINE_LIMIT_BYTES`: ONNX Runtime 1.31 takes weights of the main graph only, not of branches.
         """
         proto = self.copy_headers(self.tables)
         weights: dict[str, Array] = {}

@@ -38,13 +38,13 @@ class ColumnSums:
             self._collapse()
 
     def sum(self, column: int) -> ExactSum:
-        """Return the sum of a column so far."""
+        """Return the exact sum of a column so far; IndexError before the first row."""
         if self._waiting:
             self._collapse()
         return self._sums[column]
 
     def sums(self) -> tuple[ExactSum, ...]:
-        """Return the sum of each column so far."""
+        """Return the exact sum of each column so far; () before the first row."""
         return tuple(self.sum(column) for column in range(len(self._sums)))
 
     def _collapse(self) -> None:

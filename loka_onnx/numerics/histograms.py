@@ -15,7 +15,7 @@ _MAGNITUDE = np.uint32(0x7FFFFFFF)
 
 
 def count_magnitudes(x: npt.NDArray[Any]) -> Counts:
-    """Return (BINS,) the number of elements of a finite array in each bin, in FP32; bin 0 holds the zeros."""
+    """Return (BINS,) counts of the elements of a finite array, in FP32, by bin; bin 0 is below 2⁻¹²⁹."""
     bits = np.ascontiguousarray(x, dtype=np.float32).view(np.uint32)
     return np.bincount(((bits & _MAGNITUDE) >> _SHIFT).ravel(), minlength=BINS)
 

@@ -88,8 +88,8 @@ class Tail:
 
 
 def tail_of(values: Array, denominators: Array, groups: Array | None = None) -> Tail:
-    """Return the tail of the numerator of a ratio of sums, of (rows,) weighted, nonnegative values. The
-    denominators' sum must not be 0; `groups` are ids of rows that belong together.
+    """Return the tail of the numerator of a ratio of sums, of (rows,) weighted, nonnegative values. `groups`
+    are ids of rows that belong together. Raises as `spread_of`; ZeroDivisionError if denominators sum to 0.
     """
     _check_rows(values, denominators, groups)
     total = float(values.sum())

@@ -29,7 +29,7 @@ Array = npt.NDArray[Any]
 
 
 def amax_scale(amax: float, format: NumberFormat) -> float:
-    """Return a positive BF16 number s with amax / s ≤ the format's max; 1.0 where amax is 0. Raises
+    """Return the least BF16 number s ≥ 2⁻¹²⁶ with amax / s ≤ the format's max; 1.0 where amax is 0. Raises
     CalibrationError if amax is negative, not finite, or beyond FP32.
     """
     return float(_scales(np.asarray(amax, dtype=np.float64), format)[()])

@@ -44,7 +44,7 @@ Rows = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class AucPlacements:
-    """AUC, and of every row its weights over their sums, as positive and negative; `above` and `below`."""
+    """AUC, and of every row a_i/A (`positive`), b_i/B (`negative`), above_i and below_i, as defined above."""
 
     auc: float
     positive: Rows
@@ -145,7 +145,7 @@ def probabilities_from_logits(logits: Array) -> Rows:
 
 
 def weighted_mean(values: Array, weights: Array | None = None) -> float:
-    """Return Σwx / Σw."""
+    """Return Σwx / Σw, the plain mean for weights None; ZeroDivisionError if they sum to 0."""
     return float(np.average(values.astype(np.float64), weights=weights))
 
 

@@ -18,7 +18,7 @@ M = TypeVar("M")
 
 @dataclass(frozen=True)
 class Found(Generic[M]):
-    """Matches of a transform in a graph; no two share a node."""
+    """Matches of a transform, in the order of rewriting: each holds when those before it are rewritten."""
 
     matches: tuple[M, ...]
     declined: tuple[Declined, ...] = ()
@@ -36,7 +36,7 @@ class NotRewritten(Exception):
 
 
 def find(nodes: Iterable[Node], read: Callable[[Node], M | None]) -> Iterator[M | Declined]:
-    """Offer nodes to a reader, which returns a match or None, or raises `NotRewritten` for a look-alike."""
+    """Yield the matches that `read` returns, without None, and `Declined` where it raises `NotRewritten`."""
     for node in nodes:
         try:
             match = read(node)
@@ -62,14 +62,14 @@ class Mod(ABC, Generic[M]):
 
     @abstractmethod
     def _find(self, model: GraphModel) -> Iterable[M | Declined]:
-        """Return matches and declined look-alikes, in any order."""
+        """Return matches, in the order of rewriting, and declined look-alikes between them."""
 
     @abstractmethod
     def rewrite(self, model: GraphModel, match: M) -> Applied:
-        """Rewrite one match in the graph."""
+        """Rewrite one match, in place, in the graph that it was found in."""
 
 
 def record(transform: str, said: Iterable[Applied | Declined]) -> RewriteRecord:
-    """Return the record of a transform that is no mod."""
+    """Return the record of a transform that is no `Mod`, of what it applied and declined, without times."""
     entries = Found.of(said)
     return RewriteRecord(transform, entries.matches, entries.declined)

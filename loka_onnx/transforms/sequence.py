@@ -101,11 +101,11 @@ def apply_mods(
     mods: Sequence[Mod[Any]] | None = None,
     progress: Progress = silent,
 ) -> Rewritten:
-    """Rewrite a model; a mod that fails, or moves an output beyond its tolerance on the rows, is rolled back.
+    """Write a rewritten copy of a model to `target`; `mods` None are `DEFAULT_MODS`.
 
-    The result of one mod may match another, so rounds follow until one finds nothing.
-
-    Raises TransformError if there are no rows.
+    A mod that fails, or moves an output beyond its tolerance on the rows, is rolled back. The result of one
+    may match another, so rounds follow until one finds nothing, four at most. Raises TransformError if there
+    are no rows; ModelError, OutputError and MissingPackage where files or packages are at fault.
     """
     if not any(len(array) for batch in rows for array in batch.values()):
         raise TransformError(
@@ -153,10 +153,9 @@ def apply_mods(
     exported = graph.export()
     digest = exported.write(target)
     written = GraphModel.read_back(exported)
-    sites = find_sites(written, _origins(model, records))
+    sites, others = find_sites(written, _origins(model, records)), other_products(written)
     rewritten = replace(model, path=target, digest=digest, opset=graph.opset, sites=sites)
-    rewritten = replace(rewritten, other_products=other_products(written))
-    return Rewritten(rewritten, RewriteLog(tuple(records)))
+    return Rewritten(replace(rewritten, other_products=others), RewriteLog(tuple(records)))
 
 
 def _in_rounds(mods: Sequence[Mod[Any]], records: Sequence[RewriteRecord]) -> Iterator[Mod[Any]]:
@@ -243,7 +242,7 @@ def _judge(
 
 
 def change(tolerance: float, name: str, before: Outputs, after: Outputs) -> tuple[float, float]:
-    """Return the change of one output, and its limit."""
+    """Return max |after − before| of one output, inf for NaN or inf, and `tolerance` · max(1, |before|)."""
     moved, largest = 0.0, 1.0
     for old, new in zip(before, after, strict=True):
         with np.errstate(invalid="ignore"):

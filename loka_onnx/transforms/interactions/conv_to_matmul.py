@@ -49,7 +49,7 @@ class ConvToMatMul(Mod[Pointwise]):
         return find(nodes, lambda node: _read(node, self._least))
 
     def rewrite(self, model: GraphModel, match: Pointwise) -> Applied:
-        """Replace the Conv by a product of the same name."""
+        """Replace the Conv by a MatMul, weight on the left, named after its module, between Reshapes."""
         node, (channels, summed) = match.node, match.weight.shape
         # Nodes that are no site are called after their module and their operator.
         base = str(node.name).removesuffix("/conv").replace("/", ".").strip(".")

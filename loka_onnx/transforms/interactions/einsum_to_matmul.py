@@ -19,6 +19,7 @@ import onnx
 
 from loka_onnx.core.rewrite import Applied, Declined
 from loka_onnx.graph.model import GraphModel, Node, Tensor, element_type, is_constant, values_of
+from loka_onnx.graph.products import equation_of
 from loka_onnx.transforms.base import Mod, NotRewritten, find
 
 _T = onnx.TensorProto
@@ -29,8 +30,8 @@ _FLOATS = frozenset({_T.FLOAT, _T.DOUBLE, _T.FLOAT16, _T.BFLOAT16})
 class Contraction:
     """An Einsum and the product that computes it, by letters of axes.
 
-    `terms` are the operands, the left factor first, which `is_swapped` says is the second operand; `factors`
-    are the same in the product. `output` is the result, in the product `result`.
+    `terms` are the letters of the operands, that of the left factor first (the second operand, if
+    `is_swapped`), and `factors` those of the product; `output` and `result` are letters of their results.
     """
 
     node: Node
@@ -50,7 +51,7 @@ class EinsumToMatMul(Mod[Contraction]):
         return find((node for node in model.nodes if node.op == "Einsum"), _read)
 
     def rewrite(self, model: GraphModel, match: Contraction) -> Applied:
-        """Replace the Einsum by a product of its name."""
+        """Replace the Einsum by a MatMul of its name, with dots for slashes, and Transposes where needed."""
         node = match.node
         base = str(node.name).replace("/", ".").strip(".")
         operands = node.inputs[::-1] if match.is_swapped else node.inputs
@@ -67,8 +68,7 @@ class EinsumToMatMul(Mod[Contraction]):
 
 
 def _read(node: Node) -> Contraction:
-    equation = node.attrs["equation"]
-    text = (equation.decode() if isinstance(equation, bytes) else str(equation)).replace(" ", "")
+    text = equation_of(node)
     terms, arrow, output = text.partition("->")
     operands = tuple(terms.split(","))
     if not arrow or "." in text:

@@ -24,7 +24,7 @@ from loka_onnx.core.rewrite import Applied, Declined
 from loka_onnx.graph.model import GraphModel, Node, Tensor, is_constant
 from loka_onnx.graph.shape_values import static_shape
 from loka_onnx.transforms.base import Mod, NotRewritten
-from loka_onnx.transforms.linears.pattern import NOMINAL_LENGTH, Work, made_by, only_reader
+from loka_onnx.transforms.linears.pattern import NOMINAL_LENGTH, Work, made_by
 
 MARGIN = 0.25
 """Least share of the operations that is saved."""
@@ -61,7 +61,7 @@ class ReassociateInteraction(Mod[Chain]):
         for outer in (node for node in model.sorted_nodes() if node.op == "MatMul"):
             for position in (0, 1):
                 inner = made_by(outer.inputs[position], "MatMul")
-                if inner is None or only_reader(model, inner.outputs[0]) is None:
+                if inner is None or model.only_reader(inner.outputs[0]) is None:
                     continue
                 try:
                     chain = self._read(inner, outer, position == 0)
@@ -74,7 +74,7 @@ class ReassociateInteraction(Mod[Chain]):
                     yield chain
 
     def rewrite(self, model: GraphModel, match: Chain) -> Applied:
-        """Let the inner node multiply the other two factors."""
+        """Let the inner node multiply the other two factors, and the outer one its result and the third."""
         inner, outer = match.inner, match.outer
         were = (_is_linear(inner), _is_linear(outer))
         a, b, c = match.factors

@@ -50,7 +50,7 @@ class Reader:
 
 
 def numbered(tensor: Tensor, axes: tuple[int, ...]) -> Numbers:
-    """Return channel numbers in the shape of a tensor, counted along `axes`, the last one fastest."""
+    """Return channel numbers in a tensor's shape, counted along `axes`, last one fastest; or NotRewritten."""
     sizes = dimensions(tensor)
     if sizes is None:
         raise NotRewritten(f"the rank of '{tensor.name}' is not known")
@@ -69,7 +69,7 @@ def numbered(tensor: Tensor, axes: tuple[int, ...]) -> Numbers:
 
 
 def channel_axes(norm: Node) -> tuple[int, ...]:
-    """Return axes that the scale of a norm varies along."""
+    """Return axes that the scale of a norm varies along; NotRewritten if the rank is unknown."""
     shape = norm.inputs[0].shape
     if shape is None:
         raise NotRewritten("the rank of what it normalizes is not known")
@@ -85,10 +85,10 @@ def linear_readers(
     between: frozenset[str] = frozenset(),
     first: Sequence[Node] | None = None,
 ) -> tuple[Reader, ...]:
-    """Return every linear that reads a tensor, directly or behind layout operators.
+    """Return every linear that reads a tensor, directly or behind layout operators and those of `between`.
 
-    `between` are further operators that may stand in between: elementwise ones and those of `PARTS`; `first`
-    are the readers to follow, None for all.
+    `between` may hold elementwise operators and those of `PARTS`; `first` are the readers to follow, None for
+    all. Raises NotRewritten if another node reads it, an output of the model holds it, or nothing reads it.
     """
     readers: list[Reader] = []
     if first is None and model.is_output(tensor):
@@ -122,7 +122,7 @@ def _behind(node: Node, tensor: Tensor, numbers: Numbers) -> list[tuple[Tensor, 
 
 
 def moved(node: Node, tensor: Tensor, numbers: Numbers) -> list[Numbers]:
-    """Return the channel numbers of a node's outputs."""
+    """Return the channel numbers of a node's outputs; NotRewritten where they are not known."""
     sizes = dimensions(tensor) or ()
     try:
         if any(isinstance(sizes[axis], str) for axis in taken_axes(node)):
@@ -141,7 +141,7 @@ def _along(numbers: Numbers, axis: int) -> Numbers:
 
 
 def by_channel(numbers: Numbers, values: npt.NDArray[np.floating], channels: int) -> npt.NDArray[np.float64]:
-    """Return one value for each channel from a constant that broadcasts against a tensor."""
+    """Return a constant's value for each channel, (channels,); NotRewritten if it varies within one."""
     if values.ndim > numbers.ndim:
         raise NotRewritten("a constant adds axes to the tensor")
     try:

@@ -94,6 +94,5 @@ def _follows(node: Node, tensor: Tensor) -> bool:
 
 def _row(model: GraphModel, constant: Tensor) -> Tensor:
     values = values_of(constant)
-    return (
-        model.constant(f"{constant.name}.row", values.reshape(values.shape[:-1])) if values.ndim else constant
-    )
+    row = values.reshape(values.shape[:-1])
+    return model.constant(f"{constant.name}.row", row) if values.ndim else constant

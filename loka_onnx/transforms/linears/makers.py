@@ -11,8 +11,9 @@ diag(s)⁻¹ moves on into the maker of x:
 - A product with constants, as in models that normalize their features themselves: (x·c) / s = x·(c/s).
 - An input of the model: a Mul by 1/s is put behind it. Readers that cannot take part go on reading the input.
 
-Only the last one adds an operation. Between maker and linears may stand layout operators, Relu, Slice, Split,
-Gather and Concat; all readers of the maker must be linears. `numerics.smoothing` computes factors.
+Only the last one adds an operation. Between maker and linears may stand layout operators, Relu, LeakyRelu,
+Slice, Split, Gather and Concat; all readers of the maker but an input must be linears. `numerics.smoothing`
+computes factors.
 """
 
 from __future__ import annotations
@@ -70,7 +71,9 @@ class Maker:
 
 
 def find_makers(model: GraphModel) -> Iterator[Maker | Declined]:
-    """Find makers of the linears' inputs that can be divided channel by channel, in topological order."""
+    """Yield makers of linears' inputs that can be divided channel by channel, inputs of the model first, then
+    in topological order; and `Declined` for others that a linear reads.
+    """
     for tensor in model.inputs:
         # Without a linear reader there is nothing to report.
         if any(is_candidate(node) for node in _soon_behind(tensor)):
@@ -89,7 +92,7 @@ def find_makers(model: GraphModel) -> Iterator[Maker | Declined]:
 
 
 def smooth(model: GraphModel, maker: Maker, divisors: Vector, why: str = "") -> Applied:
-    """Divide each channel at its maker, and multiply it at the readers; `why` ends the line of the log."""
+    """Divide channels by `divisors` at a maker, multiply at its readers, in place; `why` ends the log."""
     for reader in maker.readers:
         absorb_before(model, reader.node, reader.of_rows(divisors))
     if maker.node is None:

@@ -31,7 +31,7 @@ from loka_onnx.core.rewrite import Applied, Declined
 from loka_onnx.graph.model import GraphModel, Node, Tensor, is_constant, values_of
 from loka_onnx.graph.naming import merged_name
 from loka_onnx.transforms.base import Found, Mod, find
-from loka_onnx.transforms.linears.pattern import Linear, is_bias, is_candidate, only_reader, read_linear
+from loka_onnx.transforms.linears.pattern import Linear, is_bias, is_candidate, read_linear
 
 WIDEST = 1024
 """Largest N that is merged."""
@@ -46,7 +46,7 @@ ParallelLinears = tuple[Linear, ...]
 
 
 class MergeParallelLinears(Mod[ParallelLinears]):
-    """Parallel linears whose largest |weight| differ by `spread` at most → one linear and a Split."""
+    """Parallel linears whose largest |weight| differ at most `spread`-fold → one linear and a Split."""
 
     name = "merge-parallel-linears"
 
@@ -88,10 +88,8 @@ class MergeParallelLinears(Mod[ParallelLinears]):
         for layer, reached in zip(narrow, ranges, strict=True):
             if 0 < reached < largest / self._spread:
                 other = narrow[ranges.index(largest)].node.name
-                reason = (
-                    f"its weights reach {reached:.3g}, those of '{other}' {largest:.3g}: one scale for both"
-                )
-                yield Declined(layer.node.name, f"{reason} would cost precision")
+                reason = f"its weights reach {reached:.3g}, those of '{other}' {largest:.3g}: one scale"
+                yield Declined(layer.node.name, f"{reason} for both would cost precision")
             else:
                 kept.append(layer)
         if len(kept) > 1:
@@ -134,7 +132,7 @@ def _following(model: GraphModel, layer: Linear) -> list[Node]:
     """Return elementwise nodes behind a layer, with constants of its channels at most, to its activation."""
     steps: list[Node] = []
     last, tensor = 0, layer.result
-    while not layer.on_left and (node := only_reader(model, tensor)) is not None:
+    while not layer.on_left and (node := model.only_reader(tensor)) is not None:
         others = [each for each in node.inputs if each is not tensor]
         is_elementwise = node.op in _ACTIVATIONS | _ARITHMETIC and all(
             is_bias(each, layer.n) for each in others

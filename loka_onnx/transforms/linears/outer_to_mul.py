@@ -28,7 +28,9 @@ class OuterToMul(Mod[Linear]):
         return find(filter(is_candidate, model.nodes), lambda node: _read(model, node))
 
     def rewrite(self, model: GraphModel, match: Linear) -> Applied:
-        """Replace the product; an Add behind it stays, unless it adds zeros."""
+        """Replace the product by a Mul, and an Add where a Gemm has a bias. An Add behind the product stays,
+        unless it adds zeros.
+        """
         node, name = match.node, str(match.node.name)
         dtype = node.outputs[0].dtype
         row = model.constant(f"{match.weight.name}.row", match.weight_kn().reshape(-1))

@@ -37,7 +37,6 @@ from loka_onnx.transforms.linears.pattern import (
     is_along_last,
     is_candidate,
     made_by,
-    only_reader,
     read_linear,
     static_dim,
 )
@@ -113,7 +112,7 @@ class CopyRule:
     float8: int = 1 << 22
 
     def check(self, letter: str, width: int, products: int) -> None:
-        """Decline a copy that does not pay for layers of so many products K·N."""
+        """Raise NotRewritten if a copy, to pad `width` (K or N), does not pay for this many products K·N."""
         limit = self.float8 if width % 8 == 0 else self.pad if letter == "K" else self.slice
         if products < limit:
             gains = "FP8 alone gains" if width % 8 == 0 else "it gains"
@@ -259,10 +258,10 @@ def _is_elementwise(node: Node, tensor: Tensor) -> bool:
 def _split_behind(model: GraphModel, tensor: Tensor) -> tuple[Node | None, tuple[Tensor, ...]]:
     """Return the last-axis Split by constant sizes behind elementwise readers, and the tensors up to it."""
     between = [tensor]
-    node = only_reader(model, tensor)
+    node = model.only_reader(tensor)
     while node is not None and _is_elementwise(node, between[-1]):
         between.append(node.outputs[0])
-        node = only_reader(model, between[-1])
+        node = model.only_reader(between[-1])
     if node is None or node.op != "Split" or not is_along_last(node, between[-1]):
         return None, ()
     has_sizes = len(node.inputs) > 1 and is_constant(node.inputs[1])
@@ -272,7 +271,7 @@ def _split_behind(model: GraphModel, tensor: Tensor) -> tuple[Node | None, tuple
 def _widened_gather(model: GraphModel, layer: Linear, added: int) -> Widened | None:
     """Widen the source of a layer by columns that are gathered again, unseen by other readers."""
     source = layer.source
-    if only_reader(model, source) is not layer.node:
+    if model.only_reader(source) is not layer.node:
         return None
     widened = Widened(source, added, takers=(layer,))
     if _is_column_gather(source):
@@ -286,7 +285,7 @@ def _widened_gather(model: GraphModel, layer: Linear, added: int) -> Widened | N
         if width is None:
             return None
         position += width
-        if _is_column_gather(part) and only_reader(model, part) is concat:
+        if _is_column_gather(part) and model.only_reader(part) is concat:
             return replace(widened, gather=part.inputs[0], between=(part, source), position=position)
     return None
 
@@ -383,7 +382,7 @@ def _add_part(model: GraphModel, split: Node, added: int) -> None:
 
 
 def widened_shape(tensor: Tensor, added: int) -> list[int | str] | None:
-    """Return the shape with more columns; None where it is unknown."""
+    """Return the shape with more columns; None where it, or the last length, is unknown."""
     if tensor.shape is None or not isinstance(tensor.shape[-1], int):
         return None
     return [*tensor.shape[:-1], tensor.shape[-1] + added]

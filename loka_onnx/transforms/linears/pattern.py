@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from loka_onnx.graph.model import GraphModel, Node, Tensor, consumers, is_constant, producer, values_of
+from loka_onnx.graph.model import GraphModel, Node, Tensor, is_constant, producer, values_of
 from loka_onnx.graph.shape_values import static_shape
 from loka_onnx.graph.sites import PRODUCT_OPS
 from loka_onnx.transforms.base import NotRewritten
@@ -81,12 +81,12 @@ class Linear:
 
 
 def is_candidate(node: Node) -> bool:
-    """Return whether exactly one operand of a product is constant."""
+    """Return whether a node is a MatMul or Gemm of which exactly one factor is constant."""
     return node.op in PRODUCT_OPS and is_constant(node.inputs[0]) != is_constant(node.inputs[1])
 
 
 def read_linear(model: GraphModel, node: Node) -> Linear:
-    """Read a candidate and its bias as a linear; or `NotRewritten`."""
+    """Return a candidate (`is_candidate`) with its bias as a linear; NotRewritten if it has another form."""
     is_gemm, on_left = node.op == "Gemm", is_constant(node.inputs[0])
     source, weight = node.inputs[1::-1] if on_left else node.inputs[:2]
     shape = values_of(weight).shape
@@ -111,7 +111,7 @@ def read_linear(model: GraphModel, node: Node) -> Linear:
 
 def _bias_behind(model: GraphModel, node: Node, n: int) -> tuple[Node | None, Tensor | None]:
     """Return the Add of a constant bias behind a MatMul, and that bias."""
-    add = only_reader(model, node.outputs[0])
+    add = model.only_reader(node.outputs[0])
     bias = next((t for t in add.inputs if is_bias(t, n)), None) if add and add.op == "Add" else None
     return (None, None) if bias is None else (add, bias)
 
@@ -126,7 +126,9 @@ def is_bias(tensor: Tensor, n: int) -> bool:
 
 
 def absorb_before(model: GraphModel, node: Node, scale: Vector, shift: Vector | None = None) -> None:
-    """Let a linear read x where it read s·x + c; `scale` s and `shift` c are (K,), None for zeros."""
+    """Let a linear give for x what it gave for s·x + c, in place: W becomes diag(s) W, and b becomes b + c W.
+    `scale` is s (K,), `shift` is c (K,), None for zeros. Raises as `read_linear`.
+    """
     linear = read_linear(model, node)
     weight = linear.weight_kn().astype(np.float64)
     if shift is not None and shift.any():
@@ -135,7 +137,9 @@ def absorb_before(model: GraphModel, node: Node, scale: Vector, shift: Vector | 
 
 
 def absorb_behind(model: GraphModel, node: Node, scale: Vector, shift: Vector | None = None) -> None:
-    """Let a linear compute t·y + d where it computed y with bias; `scale` t and `shift` d are (N,)."""
+    """Let a linear give t·y + d where it gave y, in place: W becomes W diag(t), and b becomes t·b + d.
+    `scale` is t (N,), `shift` is d (N,), None for zeros. Raises as `read_linear`.
+    """
     linear = read_linear(model, node)
     bias = scale * linear.bias_n() + (0.0 if shift is None else shift)
     if linear.bias is not None or bias.any():
@@ -150,7 +154,7 @@ def _set_weight(model: GraphModel, linear: Linear, weight: Vector) -> None:
 
 
 def set_bias(model: GraphModel, linear: Linear, bias: Vector) -> None:
-    """Give a linear a constant bias (N,)."""
+    """Replace the bias of a linear by a constant (N,); a MatMul without one gets an Add behind it."""
     values = bias.astype(values_of(linear.weight).dtype)
     # With the weight on the left, rows of the product are output channels.
     constant = model.constant(f"{linear.node.name}.bias", values[:, None] if linear.on_left else values)
@@ -163,13 +167,8 @@ def set_bias(model: GraphModel, linear: Linear, bias: Vector) -> None:
         model.insert_behind(linear.node.outputs[0], "Add", [constant], f"{linear.node.name}/add")
 
 
-def only_reader(model: GraphModel, tensor: Tensor) -> Node | None:
-    """Return the only reader of a tensor; None for none, several, or a graph output."""
-    return None if model.is_output(tensor) or len(tensor.outputs) != 1 else consumers(tensor)[0]
-
-
 def made_by(tensor: Tensor, op: str) -> Node | None:
-    """Return the producer of a tensor if it is of that operator."""
+    """Return the producer of a tensor if it is of that operator, else None."""
     node = producer(tensor)
     return node if node is not None and node.op == op else None
 

@@ -41,11 +41,12 @@ class SiteRows:
 def read_rows(
     model: GraphModel, linears: Mapping[str, Linear], rows: Sequence[Arrays], scratch: Path
 ) -> dict[str, SiteRows]:
-    """Run a model on batches, whose rows are halved in order, and sample the input of each linear."""
+    """Run a copy of a model on one batch or more, halved in order; sample each linear's input, by site."""
     feeds = {name: np.concatenate([batch[name] for batch in rows]) for name in rows[0]}
     count = max(len(values) for values in feeds.values())
     wanted = {linear.source.name for linear in linears.values()} - {tensor.name for tensor in model.inputs}
-    per_row = sum(_elements(linear) for linear in linears.values())
+    # An unknown length counts as one.
+    per_row = sum(prod(size or 1 for size in static_shape(linear.source)) for linear in linears.values())
     step = int(np.clip(_ELEMENTS // max(per_row, 1), 1, 512))
     limits = _limits(linears)
     kept = {site: _Kept(linear) for site, linear in linears.items()}
@@ -96,11 +97,6 @@ def _limits(linears: Mapping[str, Linear]) -> dict[str, int]:
         most = min(shared, _PRODUCTS // (linear.k * len(measured_columns(linear))))
         limits[site] = int(np.clip(most, _FEWEST_VECTORS, _MOST_VECTORS))
     return limits
-
-
-def _elements(linear: Linear) -> int:
-    """Return elements of an activation for one example; an unknown length counts as one."""
-    return prod(size for size in static_shape(linear.source) if size is not None)
 
 
 def _with_outputs(model: GraphModel, wanted: set[str]) -> GraphModel:

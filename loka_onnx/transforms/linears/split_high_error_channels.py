@@ -64,8 +64,8 @@ class ChannelSplit:
 class SplitHighErrorChannels(Mod[ChannelSplit]):
     """Linear → product without its high-error channels + product of these.
 
-    `left` is, by name of a linear site, the share of its error energy that may remain, in (0, 1), of the
-    smallest one among `formats`.
+    `left` is, by name of a linear site, the share of its error energy that may remain, of the smallest one
+    among `formats`; TransformError if it is not in (0, 1).
     """
 
     name = "split-loud-channels"
@@ -100,7 +100,7 @@ class SplitHighErrorChannels(Mod[ChannelSplit]):
         )
 
     def rewrite(self, model: GraphModel, match: ChannelSplit) -> Applied:
-        """Put zeros for the high-error rows, and add their product."""
+        """Put zeros for the high-error rows of the weight, and add the product of these rows, in place."""
         linear, channels = match.linear, np.array(match.channels)
         name, source = linear.node.name, linear.source
         part = f"{name}{HIGH_ERROR}"
@@ -171,7 +171,7 @@ class SplitHighErrorChannels(Mod[ChannelSplit]):
 
 
 def rejoin(model: GraphModel, site: str) -> Applied:
-    """Undo the split of a site in place: the weight has its earlier bits again, the second product goes."""
+    """Undo the split of a site, in place; the weight has its earlier bits. InternalError without a split."""
     linear, part = read_linear(model, model.node(site)), f"{site}{HIGH_ERROR}"
     small, gather, add = (model.node(name) for name in (part, f"{part}{GATHER}", f"{part}{ADD}"))
     weight = linear.weight_kn().copy()
@@ -191,10 +191,10 @@ def rejoin(model: GraphModel, site: str) -> Applied:
 def channel_errors(
     weight: npt.NDArray[np.floating], amax: Doubles, rows: Doubles, format: NumberFormat
 ) -> Doubles:
-    """Return the energy of the error that each input channel adds to a product in low precision, e_k, (K,).
+    """Return e_k, (K,): the mean energy of the error that each input channel adds to a product in a format.
 
-    The weight is (K, N), `amax` of each channel (K,), rows (M, K); operands have a scale for each tensor, an
-    INT8 weight one for each output channel.
+    The weight is (K, N), `amax` of each channel (K,), rows (M, K), over which e_k is a mean; operands have a
+    scale for each tensor, an INT8 weight one for each output channel. CalibrationError if not finite.
     """
     exact = weight.astype(np.float64)
     x = fake_quantize(rows, amax_scale(float(amax.max()), format), format)

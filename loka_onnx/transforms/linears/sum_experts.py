@@ -26,7 +26,6 @@ from loka_onnx.transforms.linears.pattern import (
     is_along_last,
     is_candidate,
     made_by,
-    only_reader,
     read_linear,
 )
 
@@ -50,7 +49,7 @@ class SumExperts(Mod[Experts]):
         return find(products, lambda node: _read(model, node))
 
     def rewrite(self, model: GraphModel, match: Experts) -> Applied:
-        """Scale activations by their gates, and multiply them by all weights at once."""
+        """Multiply gated activations by all weights at once, add b times the gates' sum, apply the factor."""
         node, layers = match.node, match.layers
         gates, first, count = node.inputs[1], match.layers[0], len(match.layers)
         names = (*(str(layer.node.name) for layer in layers), str(node.name))
@@ -88,7 +87,7 @@ def _read(model: GraphModel, node: Node) -> Experts | None:
     if concat is None or len(static_shape(stack)) != 3 or not is_along_last(concat, stack):
         return None
     count = len(concat.inputs)
-    if count < 2 or static_shape(gates)[-2:] != (count, 1) or only_reader(model, stack) is not node:
+    if count < 2 or static_shape(gates)[-2:] != (count, 1) or model.only_reader(stack) is not node:
         return None
     parts = [(part, producer(part)) for part in concat.inputs]
     factor = None
@@ -101,7 +100,7 @@ def _read(model: GraphModel, node: Node) -> Experts | None:
     else:
         columns = list(concat.inputs)
     layers = [_layer(model, column) for column in columns]
-    if not all(only_reader(model, part) is concat for part in concat.inputs):
+    if not all(model.only_reader(part) is concat for part in concat.inputs):
         raise NotRewritten("a column of an expert has another reader")
     if any((layer.k, layer.n) != (layers[0].k, layers[0].n) for layer in layers):
         raise NotRewritten("its experts differ in width")
@@ -129,7 +128,7 @@ def _layer(model: GraphModel, column: Tensor) -> Linear:
     layer = read_linear(model, maker)
     if layer.on_left or layer.result is not result or len(static_shape(layer.source)) != 2:
         raise NotRewritten("an expert is more than one linear of rows, or its result has other readers")
-    if only_reader(model, result) is not unsqueeze:
+    if model.only_reader(result) is not unsqueeze:
         raise NotRewritten("the result of an expert has another reader")
     return layer
 

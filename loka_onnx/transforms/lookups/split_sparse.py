@@ -63,7 +63,7 @@ class _Whole(Exception):
 
 
 def split_sparse(model: GraphModel) -> SparseSplit | Declined:
-    """Cut a canonical graph with inferred types and shapes at its lookups; the model is not changed."""
+    """Cut a copy of a canonical graph, its types and shapes inferred, at its lookups; or say why it stays."""
     try:
         return _split(model.copy())
     except _Whole as reason:
@@ -94,7 +94,7 @@ def verify_split(split: SparseSplit, whole: Path, rows: Sequence[Arrays], direct
 
 
 def describe_halves(split: SparseSplit, whole: ModelArtifact, directory: Path) -> Halves:
-    """Return the halves that `verify_split` has written, as artifacts."""
+    """Return the halves that `verify_split` has written; InternalError if sites of the whole are lost."""
     specs = {spec.name: spec for spec in (*whole.inputs, *split.cut)}
 
     merged = {site.name: site.merged_from for site in whole.sites}

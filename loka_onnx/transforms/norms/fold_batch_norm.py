@@ -30,7 +30,6 @@ from loka_onnx.transforms.linears.pattern import (
     absorb_before,
     absorb_behind,
     is_candidate,
-    only_reader,
     read_linear,
 )
 
@@ -69,7 +68,7 @@ class FoldBatchNorm(Mod[FoldedBatchNorm]):
         yield from find(rest, lambda node: _read_before(model, node))
 
     def rewrite(self, model: GraphModel, match: FoldedBatchNorm) -> Applied:
-        """Fold one BatchNorm."""
+        """Let linears take over the scale and shift of the steps, in place; nothing reads the steps then."""
         first, last = match.steps[0], match.steps[-1]
         if match.behind is not None:
             absorb_behind(model, match.behind, match.scale, match.shift)
@@ -97,7 +96,7 @@ def _read_behind(model: GraphModel, product: Node) -> FoldedBatchNorm | None:
         linear = read_linear(model, product)
         tensor = linear.result
         numbers = numbered(tensor, (linear.channel_axis,))
-        while (reader := only_reader(model, tensor)) is not None:
+        while (reader := model.only_reader(tensor)) is not None:
             if reader.op in LAYOUT_OPS and reader.inputs[0] is tensor:
                 (numbers,) = moved(reader, tensor, numbers)
             else:

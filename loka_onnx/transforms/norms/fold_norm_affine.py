@@ -49,7 +49,9 @@ class FoldNormAffine(Mod[ScaledNorm]):
         return find(norms, lambda node: _read(model, node))
 
     def rewrite(self, model: GraphModel, match: ScaledNorm) -> Applied:
-        """Move the scale and shift of one norm."""
+        """Multiply γ into the weights of the readers and add β·W to their biases, in place; the norm keeps a
+        scale of ones, and no bias or zeros. NotRewritten if a reader is no linear any more.
+        """
         for reader in match.readers:
             shift = None if match.shift is None else match.shift[reader.channels]
             absorb_before(model, reader.node, match.scale[reader.channels], shift)

@@ -59,7 +59,7 @@ class FuseNorm(Mod[DecomposedNorm]):
 
     @abstractmethod
     def read(self, node: Node) -> DecomposedNorm:
-        """Return the norm that ends at a node, or raise `NotANorm`."""
+        """Return the norm that ends at a node; `NotFused` for one of another form, `NotANorm` for none."""
 
     def _find(self, model: GraphModel) -> Iterator[DecomposedNorm | Declined]:
         declined: list[tuple[Node, str]] = []
@@ -84,7 +84,7 @@ class FuseNorm(Mod[DecomposedNorm]):
         yield from (Declined(node.name, reason) for node, reason in declined if id(node) not in parts)
 
     def rewrite(self, model: GraphModel, match: DecomposedNorm) -> Applied:
-        """Replace the primitives by one node, named after their module, else after its operator."""
+        """Replace the primitives by one node, in place, named after their module, else after its operator."""
         shape, base = match.shape or (), match.module or self.op.lower()
         scale = np.ones(shape, np.float32) if match.scale is None else _spread(match.scale, shape)
         inputs = [match.source, model.constant(f"{base}.scale", scale * np.float32(match.factor))]
@@ -107,7 +107,7 @@ class FuseLayerNorm(FuseNorm):
     op = "LayerNormalization"
 
     def read(self, node: Node) -> DecomposedNorm:
-        """Read the quotient of a centred tensor and the root of its variance."""
+        """Return the LayerNorm that ends at a node, with scale and bias; raises as `FuseNorm.read`."""
         norm = read_norm(node)
         if not norm.is_centred:
             raise NotANorm("an RMSNorm")
@@ -121,7 +121,7 @@ class FuseRMSNorm(FuseNorm):
     op = "RMSNormalization"
 
     def read(self, node: Node) -> DecomposedNorm:
-        """Read the quotient of a tensor and the root of its own mean square."""
+        """Return the RMSNorm that ends at a node, with its scale; raises as `FuseNorm.read`."""
         norm = read_norm(node)
         if norm.is_centred:
             raise NotANorm("a LayerNorm")
@@ -131,7 +131,7 @@ class FuseRMSNorm(FuseNorm):
         return with_scale(_over_last_axes(norm))
 
     def rewrite(self, model: GraphModel, match: DecomposedNorm) -> Applied:
-        """Replace the primitives by one node."""
+        """Rewrite as `FuseNorm` does; the opset of the graph becomes 23 at least."""
         model.opset = max(model.opset, RMS_OPSET)
         return super().rewrite(model, match)
 

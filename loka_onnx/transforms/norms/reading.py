@@ -59,7 +59,7 @@ class DecomposedNorm:
         return static_lengths(self.source, self.axes)
 
     def varies_within(self, constant: Tensor | None) -> bool:
-        """Return whether a constant varies over the normalized axes only, and adds no axis."""
+        """Return whether a constant varies over normalized axes only; True for None or unknown lengths."""
         shape = self.shape
         if constant is None or shape is None:
             return True
@@ -70,7 +70,7 @@ class DecomposedNorm:
 
 
 def read_norm(node: Node) -> DecomposedNorm:
-    """Read the norm that ends at a node, without a further scale and shift."""
+    """Return the norm that ends at a node, without a scale and shift behind it; NotANorm for others."""
     if node.op in {"Add", "Sub"}:
         return _read_distributed(node)
     if node.op in {"Div", "Mul"}:
@@ -79,13 +79,13 @@ def read_norm(node: Node) -> DecomposedNorm:
 
 
 def with_scale(norm: DecomposedNorm) -> DecomposedNorm:
-    """Take in a constant scale that is the only reader of the result."""
+    """Return the norm with a Mul by a constant, its only reader, taken in as its scale; else unchanged."""
     step = _constant_step(norm, "Mul") if norm.scale is None and norm.bias is None else None
     return norm if step is None else replace(_extended(norm, step[0]), scale=step[1])
 
 
 def with_bias(norm: DecomposedNorm) -> DecomposedNorm:
-    """Take in a constant bias that is the only reader of the result."""
+    """Return the norm with an Add of a constant, its only reader, taken in as its bias; else unchanged."""
     step = _constant_step(norm, "Add") if norm.bias is None else None
     return norm if step is None else replace(_extended(norm, step[0]), bias=step[1])
 

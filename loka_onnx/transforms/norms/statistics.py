@@ -55,7 +55,7 @@ class Moment:
 
 @dataclass(frozen=True)
 class Root:
-    """sqrt(moment + ε), or its reciprocal; `constant` multiplies it."""
+    """sqrt(moment + ε), its reciprocal if `is_inverted`; times `constant`, if any."""
 
     moment: Moment
     epsilon: float = 0.0
@@ -84,7 +84,7 @@ class Walk:
         return Walk(list(self.layout), self.is_rounded)
 
     def to(self, tensor: Tensor) -> Node:
-        """Return the node that computes a tensor, behind layout nodes and conversions."""
+        """Return the maker of a tensor in front of layout nodes and Casts, and note these; or NotANorm."""
         while True:
             node = producer(tensor)
             self.steps += 1
@@ -99,7 +99,7 @@ class Walk:
             tensor = node.inputs[0]
 
     def arrive(self, reduction: Node, axes: tuple[int, ...]) -> None:
-        """Check the way from a reduction over these axes."""
+        """Raise NotANorm if the statistic was rounded, or does not broadcast as with its axes kept."""
         if self.is_rounded or not _is_arranged(reduction, axes, self.layout[::-1]):
             raise NotANorm(
                 "its statistics are rounded, or not aligned with the axes that they were taken over"
@@ -107,7 +107,7 @@ class Walk:
 
 
 def read_root(tensor: Tensor, walk: Walk | None = None) -> Root:
-    """Trace a tensor back to the mean or sum of squares that it is the root of."""
+    """Return the root that a tensor is, traced back to its mean or sum of squares; NotANorm for others."""
     walk = walk or Walk()
     node = walk.to(tensor)
     if node.op == "Reciprocal" or (node.op == "Div" and scalar(node.inputs[0]) == 1.0):
@@ -122,7 +122,7 @@ def read_root(tensor: Tensor, walk: Walk | None = None) -> Root:
 
 
 def read_mean(tensor: Tensor, walk: Walk | None = None) -> Centred:
-    """Return the tensor that this one is the mean of, and the axes, behind a walk."""
+    """Return the tensor that this one is the mean of, and the axes; NotANorm for others."""
     walk = walk or Walk()
     node, factor = _unscaled(walk.to(tensor), walk)
     if node.op not in {"ReduceMean", "GlobalAveragePool", "ReduceSum"}:
@@ -187,7 +187,7 @@ def scalar(tensor: Tensor) -> float | None:
 
 
 def static_lengths(tensor: Tensor, axes: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Return the lengths of some axes; None where one is unknown."""
+    """Return the lengths of some axes; None where one is unknown or 0."""
     lengths = tuple(static_dim(tensor, axis) or 0 for axis in axes)
     return lengths if all(lengths) else None
 

@@ -54,9 +54,10 @@ class PlanForm:
 
 
 def apply_plan(model: ModelArtifact, plan: PrecisionPlan, form: PlanForm, target: Path) -> PlannedModel:
-    """Write a plan into a copy of the model.
+    """Write a copy of the model with the plan in it to `target`.
 
-    Raises TransformError if the plan is of another model, or this one cannot be typed in the base precision.
+    Raises TransformError if the plan is of another model, or this one has no types in the base precision, or
+    no request form for `form.shared`; OutputError if the file cannot be written.
     """
     graph = GraphModel.load(model.path)
     check_plan(plan, model.digest, {node.name for node in graph.nodes})
@@ -101,7 +102,7 @@ def apply_plan(model: ModelArtifact, plan: PrecisionPlan, form: PlanForm, target
 
 
 def check_plan(plan: PrecisionPlan, digest: str, nodes: Collection[str] | None = None) -> None:
-    """Raise TransformError if a plan, which may come from a file, was made for another model."""
+    """Raise TransformError if a plan has another digest, or names a node that is not in `nodes`, if given."""
     evidence, named = "", {*plan.quantized_sites, *(wide.node for wide in plan.wide)}
     if plan.model_digest != digest:
         evidence = f"it names {plan.model_digest[:12]}, the model is {digest[:12]}"

@@ -61,7 +61,7 @@ class _Folded:
 
 @dataclass(frozen=True)
 class Corrected:
-    """Corrections written and left out; `wide` nodes, which add or carry those of outputs, are in FP32."""
+    """Corrections written and left out; `wide` names nodes that carry those of outputs, and stay in FP32."""
 
     record: RewriteRecord
     wide: tuple[str, ...]
@@ -171,7 +171,9 @@ class _Writer:
 
 
 def correct(model: GraphModel, corrections: Corrections, typing: Typing = Typing()) -> Corrected:
-    """Add corrections to a graph that will have the given types; edits it."""
+    """Add corrections, in place, to a graph that will have these types. InternalError if it lacks a site, or
+    an output with a constant has no logit.
+    """
     writer = _Writer(model, typing)
     said = [writer.bias(each) for each in corrections.bias]
     said += [writer.constant(each) for each in corrections.constants]

@@ -71,7 +71,7 @@ def cast_to_base(model: GraphModel, base: Precision, plan: PrecisionPlan) -> Rew
 
 
 def fp32_nodes(model: GraphModel, base: Precision, plan: PrecisionPlan) -> frozenset[str]:
-    """Return names of nodes whose results stay in FP32 when the graph, or one with more nodes, is cast."""
+    """Return names of nodes whose results stay in FP32 under `cast_to_base`; TransformError as there."""
     if base is Precision.FP32:
         return frozenset(node.name for node in model.nodes)
     tensors = _find_wide(model, base, plan).tensors
@@ -79,7 +79,7 @@ def fp32_nodes(model: GraphModel, base: Precision, plan: PrecisionPlan) -> froze
 
 
 def stored_in(base: Precision, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Return FP32 values rounded to the base precision; infinite beyond its range."""
+    """Return values rounded to FP32, then to the base precision, in FP64; infinite beyond its range."""
     single = values.astype(np.float32)
     return (single if base is Precision.FP32 else _narrowed(single, base)).astype(np.float64)
 

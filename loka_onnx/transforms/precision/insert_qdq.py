@@ -27,7 +27,7 @@ _Shared = dict[tuple[str, Scaling, NumberFormat], Tensor]
 
 
 def insert_qdq(model: GraphModel, sites: tuple[Site, ...], plan: PrecisionPlan) -> RewriteRecord:
-    """Quantize the planned sites of an FP32 graph in place."""
+    """Quantize the planned sites of an FP32 graph in place; TransformError if graph and plan do not fit."""
     shared: _Shared = {}
     names = set(plan.quantized_sites)
     applied = tuple(

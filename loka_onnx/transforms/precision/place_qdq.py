@@ -54,7 +54,7 @@ _SILENT = MOVEMENTS | PRODUCT_OPS
 
 
 def place_qdq(model: GraphModel, quantized_sites: Collection[str], fusions: Fusions) -> RewriteRecord:
-    """Move the Q/DQ pairs in front of FP8 sites to the producers of their tensors; in place."""
+    """Move Q/DQ pairs to the producers of their tensors, and share them, in place; return what was done."""
     said: list[Applied | Declined] = []
     while True:
         nodes = model.sorted_nodes()

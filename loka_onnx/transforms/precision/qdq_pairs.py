@@ -67,7 +67,7 @@ class Pair:
 
 
 def find_pairs(model: GraphModel, nodes: Sequence[Node]) -> Iterator[Pair | Declined]:
-    """Find the pairs among the nodes of the main graph, and each Q that is in none."""
+    """Yield the pairs among nodes of the main graph, and `Declined` for each Q of an activation in none."""
     for node in nodes:
         if node.op != "QuantizeLinear" or is_constant(node.inputs[0]):
             continue
@@ -106,7 +106,7 @@ def moved(node: Node, movements: frozenset[str] = MOVEMENTS) -> tuple[Tensor, ..
 
 
 def add_pair(model: GraphModel, source: Tensor, like: Pair) -> Pair:
-    """Append a pair over another tensor with the same rounding."""
+    """Append and return a pair that rounds another tensor like this one; no reader changes."""
     constants = like.q.inputs[1:3]
     narrow = model.add("QuantizeLinear", [source, *constants], f"{like.name}/q", like.q.outputs[0].dtype)
     wide = model.add("DequantizeLinear", [narrow, *constants], f"{like.name}/dq", source.dtype or np.float32)
@@ -115,7 +115,7 @@ def add_pair(model: GraphModel, source: Tensor, like: Pair) -> Pair:
 
 
 def move_pair(pair: Pair, source: Tensor) -> None:
-    """Let a pair quantize another tensor."""
+    """Let a pair quantize another tensor, in place; its readers then read that one's rounded values."""
     pair.q.inputs[0] = source
     for tensor in (pair.q.outputs[0], *(dq.outputs[0] for dq in pair.dqs)):
         tensor.shape = source.shape
@@ -136,7 +136,7 @@ _READS_NO_VALUES = frozenset({"Shape", "Size"})
 
 @dataclass(frozen=True)
 class Demand:
-    """The rounding of all readers of a tensor; None if they differ, for a `reason`, or without readers."""
+    """The rounding of all readers of a tensor; None, with a `reason`, if they differ, and without readers."""
 
     key: Key | None = None
     reason: str = ""

@@ -37,7 +37,7 @@ class RowAxis:
     each: int = 1
 
     def taken(self, rows: Sequence[int], array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Take rows of an array."""
+        """Return the rows of an array with these numbers, in this order."""
         places = np.array(rows)[:, None] * self.each + np.arange(self.each)
         return np.take(array, places.reshape(-1), self.axis)
 

@@ -77,7 +77,7 @@ class FoldConstants(Mod[Constant]):
             yield from map(Constant, ends, values)
 
     def rewrite(self, model: GraphModel, match: Constant) -> Applied:
-        """Replace the tensor by its values."""
+        """Let the readers of the tensor read an initializer; its maker goes when the graph is saved."""
         op = match.tensor.inputs[0].op
         folded = model.constant(f"{match.tensor.name}.folded", match.values)
         model.replace_uses(match.tensor, folded)
@@ -118,10 +118,8 @@ def _bytes(tensor: Tensor) -> int | None:
     shape = static_shape(tensor)
     if None in shape:
         return None
-    return (
-        prod(d or 0 for d in shape)
-        * onnx.helper.tensor_dtype_to_np_dtype(element_type(tensor.dtype)).itemsize
-    )
+    kind = onnx.helper.tensor_dtype_to_np_dtype(element_type(tensor.dtype))
+    return prod(d or 0 for d in shape) * kind.itemsize
 
 
 def _compute(model: GraphModel, ends: list[Tensor]) -> list[npt.NDArray[Any]]:

@@ -61,7 +61,7 @@ class JoinParts(Mod[Joined]):
                 yield Declined(node.name, "it concatenates parts of a Split, but not all in order")
 
     def rewrite(self, model: GraphModel, match: Joined) -> Applied:
-        """Let the Concat read the input of the Split; remove it when it reads nothing else."""
+        """Let the Concat read the input of the Split; bypass the Concat when it reads nothing else."""
         node = match.concat
         inputs = list(node.inputs)
         for run in reversed(match.runs):

@@ -72,7 +72,7 @@ class RemoveNoOps(Mod[Redundant]):
             yield item
 
     def rewrite(self, model: GraphModel, match: Redundant) -> Applied:
-        """Remove one node, or let it read an earlier tensor."""
+        """Let the readers of one node, or the node itself, read an earlier tensor, in place."""
         node = match.node
         if match.is_removed:
             model.replace_uses(node.outputs[0], match.source)

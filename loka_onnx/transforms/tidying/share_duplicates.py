@@ -2,7 +2,7 @@
 
 Exporters that work module by module leave such twins: a Transpose in front of every linear layer that reads
 one tensor, which hides that they are parallel (`merge_parallel_linears`). Sites stay (each has its name and
-decision), and so do random operators, control flow, and nodes whose result leaves the graph.
+decision), and so do Q/DQ, random operators, control flow, and nodes whose result leaves the graph.
 """
 
 from __future__ import annotations
