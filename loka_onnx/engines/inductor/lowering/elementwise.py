@@ -35,7 +35,6 @@ PLAIN: dict[str, Lowering] = {
     "Mean": lambda *xs: functools.reduce(torch.add, xs) / len(xs),
     "Min": lambda *xs: functools.reduce(torch.minimum, xs),
     "Sum": lambda *xs: functools.reduce(torch.add, xs),
-    "Div": lambda a, b: torch.div(a, b, rounding_mode=None if a.is_floating_point() else "trunc"),
     "PRelu": lambda x, slope: torch.where(x < 0, x * slope, x),
     # NaN stays NaN, which torch makes 0.
     "Sign": lambda x: torch.where(x.isnan(), x, torch.sign(x)) if x.is_floating_point() else torch.sign(x),
@@ -78,6 +77,19 @@ def power(node: Node, base: Tensor, exponent: Value) -> Tensor:
     is_float = value.is_floating_point() if isinstance(value, Tensor) else isinstance(value, float)
     wide = base.to(torch.float64) if is_float and not base.is_floating_point() else base
     return torch.pow(wide, value).to(base.dtype)
+
+
+@operator("Div", scalars=(0, 1))
+def divide(node: Node, dividend: Value, divisor: Value) -> Tensor:
+    """A quotient, of integers without its fraction."""
+    x, y = node.tensor(dividend), node.tensor(divisor)
+    if x.is_floating_point():
+        return torch.div(x, y)
+    # Inductor takes an integer constant of rank 0 for a float: quotients would be floats, wrong beyond 2²⁴.
+    if isinstance(divisor, ShapeValue):
+        return torch.div(x, divisor.entries[0], rounding_mode="trunc")
+    x = torch.full_like(y, dividend.entries[0]) if isinstance(dividend, ShapeValue) else x
+    return torch.div(x, y, rounding_mode="trunc")
 
 
 @operator("Clip", scalars=(1, 2))

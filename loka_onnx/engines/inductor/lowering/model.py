@@ -19,7 +19,7 @@ from torch import nn
 
 from loka_onnx.engines.inductor.fusions.planned import PlannedGraph
 from loka_onnx.engines.inductor.kernels import operators
-from loka_onnx.engines.inductor.lowering import elementwise, movement, products, reductions
+from loka_onnx.engines.inductor.lowering import elementwise, movement, products, recurrent, reductions
 from loka_onnx.engines.inductor.lowering.node import OPERATORS, REMEDY, Node, Operator, Scope, load_directly
 from loka_onnx.engines.inductor.lowering.steps import LoweredNode, Stored, evaluate, fold, store
 from loka_onnx.engines.inductor.lowering.strategies import ProductStrategy, ScaledMatMul
@@ -28,7 +28,7 @@ from loka_onnx.engines.inductor.package import CompiledSite
 from loka_onnx.errors import EngineError
 from loka_onnx.graph.detached import read_array
 
-REGISTERED = (elementwise, movement, operators, products, reductions)
+REGISTERED = (elementwise, movement, operators, products, recurrent, reductions)
 """Modules that fill `OPERATORS` on import."""
 
 

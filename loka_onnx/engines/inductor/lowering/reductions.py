@@ -85,6 +85,31 @@ OPERATORS |= {
 }
 
 
+@operator("MaxPool", "AveragePool")
+def pool(node: Node, x: Tensor) -> Tensor:
+    """The largest or mean value of windows over one, two or three axes."""
+    spatial = x.dim() - 2
+    kernel: list[int] = node.get("kernel_shape", [])
+    ones = [1] * spatial
+    strides, dilations = node.get("strides", ones), node.get("dilations", ones)
+    ends: list[int] = node.get("pads", [0] * (2 * spatial))
+    is_largest, before = node.op_type == "MaxPool", ends[:spatial]
+    is_plain = is_largest or (dilations == ones and before == ends[spatial:])
+    if node.get("auto_pad", "NOTSET") not in {"NOTSET", "VALID"} or node.wants(1) or not is_plain:
+        raise node.error(
+            f"a {node.op_type} of this form is not lowered", "auto_pad, uneven pads or positions"
+        )
+    ceil = bool(node.get("ceil_mode", 0))
+    if is_largest:
+        if any(ends):
+            pads = [pad for axis in reversed(range(spatial)) for pad in (ends[axis], ends[axis + spatial])]
+            x = functional.pad(x, pads, value=-math.inf)
+        largest = (functional.max_pool1d, functional.max_pool2d, functional.max_pool3d)[spatial - 1]
+        return largest(x, kernel, strides, 0, dilations, ceil)
+    mean = (functional.avg_pool1d, functional.avg_pool2d, functional.avg_pool3d)[spatial - 1]
+    return mean(x, kernel, strides, before, ceil, bool(node.get("count_include_pad", 0)))
+
+
 @operator("ArgMax", "ArgMin")
 def arg_extreme(node: Node, x: Tensor) -> Tensor:
     """Position of the extreme element along an axis: the first or, on request, the last."""
