@@ -308,6 +308,17 @@ def test_bfloat16_stays_bfloat16_and_norms_sum_in_float32(tmp_path: Path) -> Non
     np.testing.assert_allclose(found.astype(np.float64), expected, rtol=2**-7, atol=2**-8)
 
 
+@pytest.mark.parametrize("body", ["y = Div(x, c)", "y = Div(c, x)"])
+def test_quotients_of_integers_and_a_constant_take_no_constant_of_rank_0(body, tmp_path):
+    """Inductor computes them in FP32: x − x / 50 · 50, a bucket of ids, was wrong beyond 2²⁴."""
+    proto = parsed(body, {"c": np.array(50)}, inputs="int64[batch,3] x", outputs="int64[batch,3] y")
+    x = np.array([[7, -120, 2**40 + 51], [1, -2, 3]])
+    program = exported(lowered(proto, tmp_path), {"x": x})
+    (quotient,) = (node for node in program.graph.nodes if "aten.div" in str(node.target))
+    assert all(isinstance(each, int) or each.meta["val"].dim() == 2 for each in quotient.args)
+    np.testing.assert_array_equal(run(program, {"x": x})[0], reference(proto, {"x": x})[0])
+
+
 @pytest.mark.parametrize("shape", [(), (3,), (1, 1)])
 def test_expand_of_a_constant_is_one_expand(shape, tmp_path):
     """Inductor of PyTorch 2.11 has no reshape of a constant of rank 0, as `zeros_like` is exported."""
