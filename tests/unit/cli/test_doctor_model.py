@@ -104,4 +104,4 @@ def test_a_model_of_one_batch_size_is_a_problem(tmp_path):
     model = parsed(text, weights, inputs="float[n,4] x", outputs="float[8,3] y")
     onnx.save(model, tmp_path / "m.onnx")
     (problem,) = describe_model(tmp_path / "m.onnx").problems
-    assert problem.startswith("node 'add/add' (Add) fails at a batch size that it is to serve: a batch of 2 rows")
+    assert problem.startswith("node 'add/add' (Add) fails at a batch size that it is to serve: a batch of 2")
