@@ -29,7 +29,7 @@ import onnx
 
 from loka_onnx.errors import EngineError, LokaError, ModelError
 from loka_onnx.graph.model import GraphModel, Node, producer
-from loka_onnx.graph.storage import all_initializers
+from loka_onnx.graph.storage import all_attributes, all_initializers
 from loka_onnx.sessions.model_files import read_model
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
 
@@ -196,6 +196,7 @@ def check_conversion(source: Path, model: GraphModel, batches: Batches, outputs:
     with _opened(model, 1, as_written=True) as session:
         after = session.run(rows, outputs)
     types = {*kinds.values(), *(tensor.data_type for tensor in all_initializers(written.graph))}
+    types |= {each.i for each in all_attributes(written.graph) if each.name == "to"}
     tolerance = _CONVERTED_HALF if onnx.TensorProto.FLOAT16 in types else _CONVERTED
     for name, old in before.items():
         wide = old.astype(after[name].dtype)

@@ -157,7 +157,7 @@ def _fold_shape(node: gs.Node) -> bool:
     """Make the result of a Shape constant, or what Gather or Slice takes from one; return whether it is."""
     chosen = node.op in {"Gather", "Slice"}
     source = producer(node.inputs[0]) if chosen else node
-    if source is None or source.op != "Shape":
+    if source is None or source.op != "Shape" or not node.outputs:  # computed already, as a constant's shape
         return False
     lengths = read_dimensions(node.outputs[0])
     if lengths is None or not all(isinstance(length, int) for length in lengths):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import prod
+from string import ascii_letters
 from types import MappingProxyType
 
 import onnx_graphsurgeon as gs
@@ -76,31 +77,45 @@ def _matmul(node: Node, shapes: Shapes) -> int | None:
     return _times(2, _size(node.outputs[0], shapes), k)
 
 
-def equation_of(node: Node) -> str:
-    """Return the equation of an Einsum, without spaces."""
+def einsum_terms(node: Node) -> tuple[list[str], str] | None:
+    """Return the letters of an Einsum's operands and output, with implicit ones and letters for `...`, which
+    aligns at the right; None where a rank that this needs is not known.
+    """
     equation = node.attrs["equation"]
-    return (equation.decode() if isinstance(equation, bytes) else str(equation)).replace(" ", "")
+    text = (equation.decode() if isinstance(equation, bytes) else str(equation)).replace(" ", "")
+    given, arrow, output = text.partition("->")
+    if not arrow:
+        once = sorted(letter for letter in {*given} - {*",."} if given.count(letter) == 1)
+        output = "".join(["..." if "." in given else "", *once])
+    terms = given.split(",")
+    if "." not in text:
+        return terms, output
+    ranks = [-1 if tensor.shape is None else len(tensor.shape) for tensor in node.inputs]
+    hidden = [rank - len(term) + 3 if "." in term else 0 for term, rank in zip(terms, ranks, strict=False)]
+    if min(hidden) < 0:
+        return None
+    letters = "".join(letter for letter in ascii_letters if letter not in text)[: max(hidden)]
+    spelled = [t.replace("...", letters[len(letters) - n :]) for t, n in zip(terms, hidden, strict=False)]
+    return spelled, output.replace("...", letters)
 
 
 def _sums(node: Node) -> bool:
     """Return False of an Einsum that sums no products: an outer product, or of one operand."""
-    if node.op != "Einsum" or "->" not in equation_of(node):
-        return True
-    given, _, output = equation_of(node).partition("->")
-    return "," in given and not {*given} <= {*output, ","}
+    read = einsum_terms(node) if node.op == "Einsum" else None
+    return read is None or (len(read[0]) > 1 and not {*"".join(read[0])} <= {*read[1]})
 
 
 def _einsum(node: Node, shapes: Shapes) -> int | None:
-    text = equation_of(node)
+    read = einsum_terms(node)
     lengths: dict[str, int | None] = {}
-    for term, tensor in zip(text.partition("->")[0].split(","), node.inputs, strict=False):
+    for term, tensor in zip(read[0] if read else (), node.inputs, strict=False):
         shape = _at_batch(tensor, shapes)
-        if "." in term or len(term) != len(shape):
+        if len(term) != len(shape):
             return None
         # A length of 1 is broadcast.
         lengths |= {c: n for c, n in zip(term, shape, strict=True) if n != 1 or c not in lengths}
     is_dynamic = any(None in static_shape(tensor) for tensor in node.inputs)
-    return _times(2, _per_example(tuple(lengths.values()), is_dynamic))
+    return _times(2, _per_example(tuple(lengths.values()), is_dynamic)) if read else None
 
 
 def _recurrent(node: Node, _: Shapes) -> int | None:
@@ -138,7 +153,7 @@ def _why_conv(node: Node) -> str:
 
 _REASONS: Mapping[str, str] = {
     **dict.fromkeys(("ConvInteger", "QLinearConv", "MatMulInteger", "QLinearMatMul"), "multiplies integers"),
-    "Einsum": "an Einsum that is no matrix product",
+    "Einsum": "an Einsum, which no engine quantizes",
     **dict.fromkeys(("RNN", "GRU", "LSTM"), "a recurrent layer"),
     "Attention": "attention in one operator",
 }

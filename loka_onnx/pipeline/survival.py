@@ -62,7 +62,7 @@ def try_generated(path: Path, model: GraphModel, smallest: int, largest: int) ->
     rows = generated_rows(inputs, bind_columns({}, inputs, id_bounds(model)), largest)
     batches = Batches(rows, smallest, largest, are_generated=True)
     fatal = find_fatal_batch(path, other_products(model), batches)
-    names = [spec.name for spec in outputs if spec.shape[:1] == (None,)]
+    names = [spec.name for spec in outputs if spec.shape[:1] == (None,)] or [spec.name for spec in outputs]
     return preflight(model, batches, names) if fatal is None else (fatal,)
 
 

@@ -95,3 +95,13 @@ def test_a_model_that_ends_the_process_is_a_problem_and_does_not_end_doctor(tmp_
     (problem,) = describe_model(tmp_path / "gru.onnx").problems
     assert problem.startswith("node 'history_gru/gru' (GRU) fails")
     assert "a process that ran it died of SIG" in problem
+
+
+def test_a_model_of_one_batch_size_is_a_problem(tmp_path):
+    """TorchScript keeps `len(x)` as a number: no output has a batch."""
+    weights = {"w": np.ones((4, 3)), "rows": np.ones((8, 3))}
+    text = "h = MatMul(x, w) [add] y = Add(h, rows)"
+    model = parsed(text, weights, inputs="float[n,4] x", outputs="float[8,3] y")
+    onnx.save(model, tmp_path / "m.onnx")
+    (problem,) = describe_model(tmp_path / "m.onnx").problems
+    assert problem.startswith("node 'add/add' (Add) fails at a batch size that it is to serve: a batch of 2")

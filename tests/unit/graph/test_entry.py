@@ -483,7 +483,7 @@ def test_numbers_between_casts_are_not_computed_in_integers(place, write_model):
     ("t = Transpose<perm = [1, 0]>(x)  s = Shape<start = 1>(t)  n = Gather(s, first)", 3.0),
     ("u = Unsqueeze(x, last)  s = Shape<end = -1>(u)  n = Gather(s, back)", 4.0),
     ("d = ReduceMax<keepdims=0>(x)  e = Expand(d, sizes)  s = Shape<start=1>(e)  n = Gather(s, first)", 5.0),
-    ("s = Shape(x)  p = Slice(s, back, end)  n = Gather(p, first)", 4.0),
+    ("s = Shape(x)  p = Slice(s, back, end)  n = Gather(p, first)", 4.0), ("n = Shape(sizes)", 2.0),
 ])  # fmt: skip
 def test_a_part_of_a_shape_is_the_length_of_its_axis(nodes, length, write_model):
     values = {"first": 0, "back": [-1], "end": [9], "last": [2], "sizes": [2, 5]}

@@ -271,3 +271,12 @@ def test_rounding_alone_passes(kind: str, write_model) -> None:
     path = write_model(graph, {"w": WEIGHT.astype(TYPES[kind])})
     batches = Batches({"x": RANDOM.standard_normal((64, 8)).astype(np.float32)}, largest=32, threads=1)
     check_conversion(path, canonicalize(path).model, batches, ["y"])
+
+
+def test_casts_of_fp32_weights_are_rounding_alone(write_model) -> None:
+    """autocast, exported without constant folding: no weight and no input is of FP16."""
+    cast = "s = Cast<to=10>(x)  v = Cast<to=10>(w)  m = MatMul(s, v)  c = Cast<to=1>(m)"
+    weights = {"w": WEIGHT.astype(np.float32)}
+    path = write_model(f"g (float[b,8] x) => (float[b,8] y) {{ {cast}  y = MatMul(c, w) }}", weights)
+    batches = Batches({"x": RANDOM.standard_normal((64, 8)).astype(np.float32)}, largest=32, threads=1)
+    check_conversion(path, canonicalize(path).model, batches, ["y"])

@@ -87,8 +87,8 @@ def divide(node: Node, dividend: Value, divisor: Value) -> Tensor:
         return torch.div(x, y)
     # Inductor takes an integer constant of rank 0 for a float: quotients would be floats, wrong beyond 2²⁴.
     if isinstance(divisor, ShapeValue):
-        return torch.div(x, divisor.entries[0], rounding_mode="trunc")
-    x = torch.full_like(y, dividend.entries[0]) if isinstance(dividend, ShapeValue) else x
+        return torch.div(x, int(divisor.entries[0]), rounding_mode="trunc")
+    x = torch.full_like(y, int(dividend.entries[0])) if isinstance(dividend, ShapeValue) else x
     return torch.div(x, y, rounding_mode="trunc")
 
 
