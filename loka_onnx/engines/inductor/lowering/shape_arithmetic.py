@@ -93,6 +93,15 @@ def _expand(node: Node, x: ShapeValue, shape: ShapeValue) -> Any:
     return ShapeValue(x.entries * shape.entries[0] if len(x.entries) == 1 else x.entries, x.dtype)
 
 
+def _scatter(node: Node, data: ShapeValue, indices: ShapeValue, updates: ShapeValue) -> Any:
+    if node.get("reduction", "none") != "none":
+        return NotImplemented
+    entries = list(data.entries)
+    for position, entry in zip(indices.entries, updates.entries, strict=True):
+        entries[int(position)] = entry
+    return ShapeValue(tuple(entries), data.dtype)
+
+
 ON_SHAPES: dict[str, OnShapes] = {
     **{op: _lifted(getattr(operator, op.lower())) for op in ("Abs", "Add", "Mul", "Neg", "Pow", "Sub")},
     "Cast": _cast,
@@ -118,6 +127,7 @@ ON_SHAPES: dict[str, OnShapes] = {
     "Reshape": lambda node, x, shape: (
         ShapeValue(x.entries, x.dtype, not shape.entries) if len(shape.entries) < 2 else NotImplemented
     ),
+    "ScatterElements": _scatter,
     "Slice": _slice,
     "Split": _split,
     "Sqrt": _lifted(_SYMBOLS.sym_sqrt),

@@ -198,6 +198,9 @@ SHAPES = {
         "<value=int64[1] {1}>(k) m = Mul(o, minus) e = Equal(g, m) t = Where(e, o, g) h = Expand(row, t)"
         " y = Add(x, h)"
     ),
+    "a length that is replaced, as `index_fill` is exported": (
+        "q = ReduceSum(x, v1) n = Shape(q) t = ScatterElements<axis=0>(n, v1, v2) y = Expand(q, t)"
+    ),
     "tensors as long as the batch": (
         "n = Shape<start=0, end=1>(x) q = Squeeze(n) r = Range(s0, q, s1) c = Cast<to=1>(r)"
         " z = ConstantOfShape(n) a = Add(c, z) u = Unsqueeze(a, v1) k = ReduceSum(x, v1) f = Squeeze(k, v1)"
