@@ -7,7 +7,7 @@ With bags of one length L in a request of b rows, and r of n = b · L looked-up 
 Exporters write the loop whatever the bags are; it takes one row at a time, and no compiler for GPUs takes it.
 TorchRec counts a bag's ids at run time, by which it cuts its flat vector of ids into one for each feature::
 
-    Split(Reshape(x, −1), sizes)[f]   =   x[f]      x (F, b), F equal sizes
+    Split(Reshape(x, −1), sizes)[f]   =   Reshape(x[f], −1)      x (F, b) or (F, b, L), F equal sizes
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class _Reduction:
 
 @dataclass(frozen=True)
 class FlatSplit:
-    """A Split of the flat form of `rows` into one part for each entry of an axis."""
+    """A Split of the flat form of `rows` into one part for each entry of an axis, of any rank beyond 1."""
 
     node: Node
     rows: Tensor
@@ -133,7 +133,7 @@ class FlatSplit:
 
 
 class SplitToRows(Mod[FlatSplit]):
-    """Split of a flat matrix into equal parts → its rows."""
+    """Split of a flat tensor into equal parts → its rows."""
 
     name = "split-to-rows"
 
@@ -141,13 +141,15 @@ class SplitToRows(Mod[FlatSplit]):
         return find((node for node in model.nodes if node.op == "Split"), _read_split)
 
     def rewrite(self, model: GraphModel, match: FlatSplit) -> Applied:
-        """Take each part from the matrix."""
-        name = str(match.node.name)
+        """Take each part from the tensor that was flattened."""
+        name, is_matrix = str(match.node.name), len(static_shape(match.rows)) == 2
         for index, part in enumerate(list(match.node.outputs)):
             position, axis = model.constant(f"{name}/row", np.array(index, np.int64)), {"axis": match.axis}
             taken = model.add("Gather", [match.rows, position], f"{name}/row_{index}", part.dtype, axis)
-            model.replace_uses(part, taken)
-        return Applied(name, f"{len(match.node.outputs)} equal parts of a flat matrix → its rows")
+            shape = model.constant(f"{name}/flat", np.array([-1], np.int64))
+            flat = taken if is_matrix else model.add("Reshape", [taken, shape], f"{name}/flat_{index}")
+            model.replace_uses(part, flat)
+        return Applied(name, f"{len(match.node.outputs)} equal parts of a flat tensor → its rows")
 
 
 def _read_split(node: Node) -> FlatSplit | None:
@@ -155,11 +157,11 @@ def _read_split(node: Node) -> FlatSplit | None:
     if flat is None or len(node.inputs) < 2 or is_constant(node.inputs[1]):
         return None
     rows = flat.inputs[0]
-    if len(static_shape(rows)) != 2 or len(static_shape(flat.outputs[0])) != 1:
+    if len(static_shape(rows)) < 2 or len(static_shape(flat.outputs[0])) != 1:
         return None
     if static_shape(rows)[0] != len(node.outputs) or common_value(node.inputs[1]) is None:
-        raise NotRewritten("parts of a flat matrix are not known to be its rows")
-    turned = made_by(rows, "Transpose")
+        raise NotRewritten("parts of a flat tensor are not known to be its rows")
+    turned = made_by(rows, "Transpose") if len(static_shape(rows)) == 2 else None
     return FlatSplit(node, rows, 0) if turned is None else FlatSplit(node, turned.inputs[0], 1)
 
 

@@ -148,6 +148,11 @@ BAGS: dict[str, Case] = {
 }  # fmt: skip
 ROWS_OF_IDS: dict[str, Case] = {
     "turned": Case(TAKEN, {"minus": [-1], "one": [1], "three": [3, -1]}, IDS_OF_THREE),
+    "of_several_ids": Case(
+        TAKEN.replace("<perm=[1,0]>", "<perm=[1,0,2]>"),
+        {"minus": [-1], "one": [1], "three": [3, -1]},
+        "int64[batch,3,2] ids",
+    ),
 }
 
 FOLDED: dict[str, Case] = {
