@@ -13,6 +13,7 @@ from onnx_text import parsed
 from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.graph.sites import find_sites
+from loka_onnx.graph.storage import all_initializers
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 
@@ -59,7 +60,8 @@ def as_double(model: onnx.ModelProto) -> onnx.ModelProto:
     for info in (*wide.graph.input, *wide.graph.output):
         if info.type.tensor_type.elem_type == TensorProto.FLOAT:
             info.type.tensor_type.elem_type = TensorProto.DOUBLE
-    for tensor in wide.graph.initializer:
+    # A constant that a branch or body alone reads may be written there.
+    for tensor in all_initializers(wide.graph):
         if tensor.data_type == TensorProto.FLOAT:
             tensor.CopyFrom(
                 numpy_helper.from_array(numpy_helper.to_array(tensor).astype(np.float64), tensor.name)
