@@ -100,7 +100,7 @@ def recurrent(
     lengths: Tensor | None = None,
     *initial: Tensor | None,
 ) -> Any:
-    """Outputs Y, Y_h and, of an LSTM, Y_c."""
+    """Y (steps, directions, batch, hidden), and the last states Y_h and, of an LSTM, Y_c (directions, …)."""
     backward = _BACKWARD[node.get("direction", "forward")]
     count = 2 if node.op_type == "LSTM" else 1
     _check(node, len(backward), initial[count:])

@@ -94,12 +94,12 @@ def pool(node: Node, x: Tensor) -> Tensor:
     strides, dilations = node.get("strides", ones), node.get("dilations", ones)
     ends: list[int] = node.get("pads", [0] * (2 * spatial))
     is_largest, before = node.op_type == "MaxPool", ends[:spatial]
-    is_plain = is_largest or (dilations == ones and before == ends[spatial:])
-    if node.get("auto_pad", "NOTSET") not in {"NOTSET", "VALID"} or node.wants(1) or not is_plain:
-        raise node.error(
-            f"a {node.op_type} of this form is not lowered", "auto_pad, uneven pads or positions"
-        )
-    ceil = bool(node.get("ceil_mode", 0))
+    padding, ceil = node.get("auto_pad", "NOTSET"), bool(node.get("ceil_mode", 0))
+    is_plain = not (ceil and any(ends)) if is_largest else not ceil and before == ends[spatial:]
+    is_plain &= is_largest or dilations == ones
+    if padding not in {"NOTSET", "VALID"} or node.wants(1) or not is_plain:
+        form = f"auto_pad {padding}, pads {ends}, dilations {dilations}, ceil_mode {int(ceil)}"
+        raise node.error(f"a {node.op_type} of this form is not lowered", form)
     if is_largest:
         if any(ends):
             pads = [pad for axis in reversed(range(spatial)) for pad in (ends[axis], ends[axis + spatial])]

@@ -12,6 +12,7 @@ from lowering_models import Array, Case, Fixed, assert_same, exported, lowered, 
 from onnx_text import parsed  # noqa: E402
 
 from loka_onnx.engines.inductor.lowering.node import OPERATORS  # noqa: E402
+from loka_onnx.errors import EngineError  # noqa: E402
 
 RANDOM = np.random.default_rng(0)
 
@@ -306,6 +307,16 @@ def test_bfloat16_stays_bfloat16_and_norms_sum_in_float32(tmp_path: Path) -> Non
     expected = (stored - stored.mean(1, keepdims=True)) / stored.std(1, keepdims=True)
     # One rounding to BF16 is 2⁻⁹ of a value; two of them, of values up to 5.
     np.testing.assert_allclose(found.astype(np.float64), expected, rtol=2**-7, atol=2**-8)
+
+
+@pytest.mark.parametrize(("op", "form"), [
+    ("AveragePool", {"ceil_mode": 1}), ("AveragePool", {"pads": [1, 0]}),
+    ("MaxPool", {"auto_pad": "SAME_UPPER"}), ("MaxPool", {"ceil_mode": 1, "pads": [0, 1]}),
+])  # fmt: skip
+def test_pools_whose_edge_torch_counts_otherwise_are_refused(op, form, tmp_path):
+    case = Case(op, [f(2, 3, 6)], {"kernel_shape": [2], "strides": [2], **form})
+    with pytest.raises(EngineError, match=f"a {op} of this form is not lowered"):
+        run(lowered(case.model(), tmp_path), case.feeds)
 
 
 @pytest.mark.parametrize("body", ["y = Div(x, c)", "y = Div(c, x)"])
