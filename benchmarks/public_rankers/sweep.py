@@ -199,8 +199,8 @@ def main() -> None:
     by_name = {ranker.name: ranker for ranker in RANKERS}
     wanted = [
         (by_name[name], seed)
-        for seed in options.splits
         for name in options.rankers
+        for seed in options.splits
         if (options.cache / name / DONE).exists() and not (options.results / f"{name}-{seed}.json").exists()
     ]
     if options.at_once == 1:

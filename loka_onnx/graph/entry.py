@@ -31,7 +31,7 @@ from loka_onnx.errors import ModelError
 from loka_onnx.graph.detached import info_of, refill
 from loka_onnx.graph.model import GraphModel, is_constant, producer, values_of
 from loka_onnx.graph.naming import module_path, name_sites
-from loka_onnx.graph.parts import Typed, is_no_constant
+from loka_onnx.graph.parts import Typed, is_no_constant, mark_branches
 from loka_onnx.graph.shape_values import read_dimensions
 from loka_onnx.graph.sites import NORM_OPS, PRODUCT_OPS
 from loka_onnx.graph.soundness import STANDARD_DOMAINS, check_message, check_sound, opset_of, parsing
@@ -137,14 +137,52 @@ def _fold(graph: gs.Graph) -> bool:
     read here: onnx-graphsurgeon (0.6) ignores `start` and `end` of a Shape, and computes in integers what is
     between two casts of integers.
     """
+
     # It computes constants in a session without settings, and prints what goes wrong to standard output.
-    with G_LOGGER.suppress(G_LOGGER.ERROR), quiet_sessions():
-        graph.fold_constants(fold_shapes=False, error_ok=True, should_exclude_node=is_no_constant)
-        within = [graph, *(each for node in graph.nodes for each in node.subgraphs(recursive=True))]
-        folded = [_fold_shape(node) for each in within for node in each.nodes]
-        if any(folded):
-            graph.fold_constants(fold_shapes=False, error_ok=True, should_exclude_node=is_no_constant)
-    return any(folded)
+    def compute() -> None:
+        with G_LOGGER.suppress(G_LOGGER.ERROR), quiet_sessions():
+            graph.fold_constants(
+                fold_shapes=False, error_ok=True, should_exclude_node=is_no_constant, flatten_subgraphs=False
+            )
+
+    compute()
+    within = [graph, *(each for node in graph.nodes for each in node.subgraphs(recursive=True))]
+    chosen = [_inline_branches(each) for each in reversed(within)]  # inner ones first
+    mark_branches(graph)
+    folded = [_fold_shape(node) for each in within for node in each.nodes]
+    if any(chosen) or any(folded):
+        compute()
+    return any(chosen) or any(folded)
+
+
+def _inline_branches(graph: gs.Graph) -> bool:
+    """Put the branch that is taken in place of each If of a known condition; return whether there was one.
+    (onnx-graphsurgeon's own loses an output that no node of the branch computes.)
+    """
+    index, found = 0, False
+    while index < len(graph.nodes):
+        node = graph.nodes[index]
+        if node.op != "If" or not node.outputs or not is_constant(node.inputs[0]):
+            index += 1
+            continue
+        found, outputs = True, list(node.outputs)
+        branch, unused = node.attrs["then_branch"], node.attrs["else_branch"]
+        if not values_of(node.inputs[0]).all():
+            branch, unused = unused, branch
+        made = {id(out) for each in branch.nodes for out in each.outputs}
+        for tensor in branch.tensors().values():
+            if id(tensor) in made or is_constant(tensor):  # another branch may use the name
+                tensor.name = f"{tensor.name}_{outputs[0].name}"
+        for gone in (node, *(each for part in (unused, *unused.subgraphs(True)) for each in part.nodes)):
+            gone.name = f"unused {id(gone)}"  # readers are removed by equality
+            gone.inputs.clear()
+        node.outputs.clear()
+        ends = [
+            gs.Node("Identity", "", {}, [end], [out])
+            for end, out in zip(branch.outputs, outputs, strict=True)
+        ]
+        graph.nodes[index : index + 1] = [*branch.nodes, *ends]
+    return found
 
 
 def _has_unknown_shapes(model: GraphModel) -> bool:

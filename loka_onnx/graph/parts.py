@@ -69,6 +69,7 @@ def write_types(graph: gs.Graph, proto: onnx.GraphProto) -> None:
 def mark_branches(graph: gs.Graph) -> gs.Graph:
     """Note at each node of a branch or body the graph node that holds it; edits and returns the graph."""
     for node in graph.nodes:
+        vars(node).pop("held_by", None)  # it may come from a branch
         for part in node.subgraphs(recursive=True):
             for inner in part.nodes:
                 inner.held_by = node

@@ -218,3 +218,51 @@ def test_ends_that_are_no_tensors_are_refused(end: str, write_model) -> None:
     with pytest.raises(ModelError, match="is no tensor") as refused:
         canonicalize(write_model(graph, {"w": WEIGHTS["w"]}))
     assert refused.value.where == "output 'z'"
+
+
+TAKEN = {
+    "passed on": """
+        k = If(yes) <then_branch = t () => (a) { a = Identity(h) },
+                     else_branch = e () => (b) { b = Neg(h) }>""",
+    "a constant": """
+        p = If(yes) <then_branch = t () => (c) { c = Constant<value_float = 2.0>() },
+                     else_branch = e () => (b) { b = Constant<value_float = 3.0>() }>
+        k = Mul(h, p)""",
+    "read inside too": """
+        k, q = If(yes) <then_branch = t () => (a, c) { a = Exp(h)  c = Neg(a) },
+                        else_branch = e () => (b, d) { b = Neg(h)  d = Neg(b) }>""",
+    "one name in two branches": """
+        p = If(yes) <then_branch = t () => (a) { c = Constant<value_float = 2.0>()  a = Mul(h, c) },
+                     else_branch = e () => (b) { b = Neg(h) }>
+        k = If(no) <then_branch = u () => (b) { b = Neg(h) },
+                    else_branch = f () => (a) { c = Constant<value_float = 5.0>()  a = Mul(p, c) }>""",
+    "a branch in a branch": """
+        k = If(yes) <then_branch = t () => (a) {
+            a = If(no) <then_branch = v () => (b) { b = Neg(h) },
+                        else_branch = g () => (d) { d = MatMul(h, w) }>
+        }, else_branch = e () => (b) { b = Neg(h) }>""",
+    "an open one in a branch": """
+        k = If(yes) <then_branch = t () => (a) {
+            a = If(yes2) <then_branch = v () => (b) { b = Neg(h) },
+                        else_branch = g () => (d) { d = MatMul(h, w) }>
+        }, else_branch = e () => (b) { b = Neg(h) }>""",
+}
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_a_branch_whose_condition_is_constant_takes_the_place_of_its_if(
+    name: str, write_model, tmp_path
+) -> None:
+    path = written(TAKEN[name], write_model, no=np.array(False))
+    rows = {"x": np.arange(12, dtype=np.float32).reshape(3, 4) - 5}
+    model = canonicalize(path).model
+    ifs = [node for node in model.nodes if node.op == "If"]
+    assert len(ifs) == ("open" in name)
+    stale = [
+        (t.name, n.name, n.op) for t in model.tensors().values() for n in consumers(t) if n not in model.nodes
+    ]
+    assert not stale
+    model.save(tmp_path / "flat.onnx")
+    np.testing.assert_array_equal(
+        OnnxSession(tmp_path / "flat.onnx").run(rows)["y"], OnnxSession(path).run(rows)["y"]
+    )
