@@ -54,7 +54,8 @@ def run_one(
     command += ["--output", str(output), "--set", f"data.split.seed={seed}"]
     command += [word for override in overrides for word in ("--set", override)]
     before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
-    environment = os.environ | {"LOKA_ONNX_CACHE": str(output) + "-cache", "PYTHONPATH": str(tree)}
+    path = os.pathsep.join((str(tree), os.environ.get("PYTHONPATH", "")))
+    environment = os.environ | {"LOKA_ONNX_CACHE": str(output) + "-cache", "PYTHONPATH": path}
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, check=False, timeout=TIMEOUT_SECONDS, env=environment
