@@ -255,7 +255,7 @@ class GraphModel:
         return None if self.is_output(tensor) or len(tensor.outputs) != 1 else consumers(tensor)[0]
 
     def fresh_name(self, base: str) -> str:
-        """Return and reserve `base`, with an ordinal if a tensor or node has it; `rename` is not seen."""
+        """Return and reserve `base`, with an ordinal if a tensor or node has it."""
         if not self._names:
             # A branch sees the outer names and may not repeat them.
             parts = (self.graph, *self.graph.subgraphs(recursive=True))
@@ -272,6 +272,8 @@ class GraphModel:
         self._node_names.discard(node.name)
         node.name = unused(base, self._node_names)
         self._node_names.add(node.name)
+        if self._names:
+            self._names.add(node.name)
 
     def constant(self, base: str, values: npt.NDArray[Any]) -> Tensor:
         """Return a new initializer, named `base`, with an ordinal if that is taken."""

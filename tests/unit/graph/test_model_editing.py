@@ -100,6 +100,9 @@ def test_a_node_has_a_name_of_its_own(tmp_path: Path) -> None:
     for base, expected in (("third", "third_1"), ("a", "a"), ("third", "third_1")):
         model.rename(node, base)
         assert node.name == expected
+    model.fresh_name("any")  # names are read from here on
+    model.rename(node, "later")
+    assert model.fresh_name("later") == "later_1"
 
 
 def test_a_part_of_a_graph_computes_its_outputs_from_all_that_it_reads(tmp_path: Path) -> None:
