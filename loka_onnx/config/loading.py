@@ -32,10 +32,10 @@ _FILE_KEYS: tuple[Loc, ...] = (
 
 
 def load_run_file(path: str | Path, overrides: Mapping[str, object] | None = None) -> RunConfig:
-    """Read and check a YAML run file; relative paths in it start at its directory.
+    """Read and check a YAML run file; its directory starts all relative paths.
 
-    `overrides` replace values by dotted key: ``batch.max``, ``outputs.0.budget`` or ``outputs[0].budget``.
-    Raises ConfigError if the file is missing, is not YAML, does not fit the schema, or names a missing file.
+    `overrides` set values by dotted key, ``batch.max`` or ``outputs[0].budget``; paths in them too.
+    Raises ConfigError if either is unreadable or does not fit the schema, or a model or data file is missing.
     """
     path = Path(path)
     remedy = "give the path of a YAML file; `loka-onnx demo` writes one to start from"
@@ -75,9 +75,9 @@ def build_run_config(
 
 
 def parse_overrides(assignments: Sequence[str]) -> dict[str, object]:
-    """Parse overrides ``key=value`` of a command line, the value in YAML: ``rows=null``, ``serve=[1, 8]``.
+    """Parse overrides ``key=value`` of a command line, values in YAML: ``serve=[1, 8]``; ``rows=`` is null.
 
-    Raises ConfigError without ``=``, for an empty or repeated key, or a value that is not YAML.
+    Raises ConfigError without ``=``, for an empty or repeated key, or bad YAML; no schema is read.
     """
     result: dict[str, object] = {}
     for assignment in assignments:

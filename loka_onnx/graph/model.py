@@ -288,7 +288,7 @@ class GraphModel:
         dtype: Any = None,
         attrs: Mapping[str, Any] | None = None,
     ) -> Tensor:
-        """Append a node; return its one output, of unknown shape and, by default, the first input's type."""
+        """Append a node, its name made unique; return its output, of type `dtype` or the first input's."""
         unique = self.fresh_name(name)
         if self._node_names is not None:
             self._node_names.add(unique)

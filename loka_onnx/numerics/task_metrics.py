@@ -119,7 +119,7 @@ def log_loss_rows(logits: Array, labels: Array) -> Rows:
 
 
 def entropy_rows(logits: Array) -> Rows:
-    """Return the entropy in nats of each predicted probability: a calibrated model's expected loss. With q =
+    """Return the entropy in nats of σ(z) for each logit z: a calibrated model's expected log loss. With q =
     σ(−|z|) it is softplus(−|z|) + q·|z|, in which nothing cancels.
     """
     distance = np.abs(logits.astype(np.float64))

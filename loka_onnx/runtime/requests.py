@@ -115,8 +115,8 @@ def to_kind(array: npt.NDArray[Any], kind: Kind) -> Any:
 
 
 def allocator(kind: Kind, stream: int) -> Allocate:
-    """Return a function that makes outputs on the request's device, by its library (not NumPy). Queued work
-    of the library may still read recycled memory; it is borrowed for `stream`, and so written later.
+    """Return a function that makes empty arrays on the GPU `kind.device`, by PyTorch or CuPy. Their memory
+    may be read by work that the library queued: `stream` waits for it, so write them on that stream.
     """
     library = sys.modules[kind.library]
 

@@ -76,7 +76,7 @@ class PassOptions:
         return available if self.rows is None else min(self.rows, available)
 
     def range_spans(self, available: int) -> list[Span]:
-        """Return the spans that ranges are taken from, of `available` rows."""
+        """Return spans of the used rows, enough to hold `range_rows` rows."""
         rows = self.rows_used(available)
         if self.range_rows is None or self.range_rows >= rows:
             return spans_in_order(rows, self.batch_size)

@@ -173,7 +173,7 @@ class TensorRtRtxBackend(TensorRtFamily):
     builds_anywhere: ClassVar[bool] = True
 
     def architectures_of(self, trt: Any) -> Iterable[str]:
-        """Those that the library can select."""
+        """Names `trt` can select (``sm89``)."""
         return known_capabilities(trt)
 
     def decline(self, plan: PrecisionPlan, architecture: str) -> str | None:

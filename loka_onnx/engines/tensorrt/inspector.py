@@ -105,7 +105,7 @@ def read_layers(trt: Any, engine: Any, stream: int) -> tuple[EngineLayer, ...]:
 
 
 def parse_layers(text: str) -> tuple[EngineLayer, ...]:
-    """Parse the JSON of `get_engine_information`; an `EngineError` for another form, or names only."""
+    """Parse the inspector's JSON; `EngineError` unless it lists objects. A missing field is empty."""
     with EngineError("E0899 the engine inspector does not speak JSON").in_place_of(json.JSONDecodeError):
         document = json.loads(text, strict=False)
     layers = document.get("Layers") if isinstance(document, dict) else None

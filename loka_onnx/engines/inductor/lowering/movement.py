@@ -220,7 +220,7 @@ def gather(node: Node, data: Tensor, indices: Value) -> Tensor:
 
 @operator("GatherElements")
 def gather_elements(node: Node, data: Tensor, indices: Tensor) -> Tensor:
-    """One element for each index along an axis; other coordinates are kept."""
+    """Return the element at each index along an axis, in the shape of `indices`."""
     axis = node.get("axis", 0) % data.dim()
     return torch.gather(data, axis, _from_start(indices, data.shape[axis]))
 
