@@ -77,9 +77,10 @@ class Groups:
 
 
 def read_truth(columns: Mapping[str, Array], spec: OutputSpec, groups: npt.NDArray[np.intp] | None) -> Truth:
-    """Return labels and weights of one output in float64, as far as it has them, with the given groups.
+    """Return labels and weights of one output as float64, None where `spec` names no column, and `groups`.
 
-    Raises DataError for a column that is missing, empty, not numeric, not finite, or out of range.
+    Raises DataError for a column that is missing, empty, not numeric or not finite, for labels outside of 0
+    to 1 (but of a regression), and for weights that are negative or all 0.
     """
     labels = weights = None
     if spec.label is not None:

@@ -254,7 +254,7 @@ class Judging:
         return {**inputs, **lookup.run(inputs)}
 
     def job_rows(self) -> tuple[SplitRows, ...]:
-        """Engine inputs of the judged rows."""
+        """Return selection and certification rows for a build job, ids looked up after a cut."""
 
         def batches(split: Split) -> Iterator[Arrays]:
             return (self.taken_by_engines(dict(b.inputs)) for b in split.data.batches(split.batch_size))

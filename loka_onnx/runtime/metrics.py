@@ -107,7 +107,7 @@ class EngineSeries:
         self._series = tuple(_Series() for _ in range(len(self._sizes) + 1))
 
     def of(self, rows: int) -> _Series:
-        """Counters of requests of so many rows."""
+        """Counters of the smallest size that holds so many rows, or of larger ones where none does."""
         return self._series[bisect_left(self._sizes, rows)]
 
     def histograms(self) -> Iterator[LatencyHistogram]:

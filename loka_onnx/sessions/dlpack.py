@@ -72,7 +72,7 @@ class Borrowed:
         return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
 
     def as_numpy(self) -> npt.NDArray[Any]:
-        """View host memory as a NumPy array; a `DataError` for memory on a device."""
+        """View host memory as a writable array that keeps it alive; a `DataError` for memory on a device."""
         if self.device_type not in {CPU, CUDA_HOST}:
             raise DataError(
                 "E0911 an array lies on a device", evidence=f"device type {self.device_type} of DLPack"

@@ -51,7 +51,7 @@ def spans_in_order(rows: int, batch_size: int) -> list[Span]:
 
 
 def spans_in_random_order(rows: int, batch_size: int, seed: int) -> list[Span]:
-    """Return spans of all rows in random order: a file may be sorted, and its first rows unlike its last."""
+    """Return `spans_in_order`, shuffled by the seed: a file may be sorted, its first rows unlike its last."""
     spans = spans_in_order(rows, batch_size)
     return [spans[position] for position in np.random.default_rng(seed).permutation(len(spans))]
 

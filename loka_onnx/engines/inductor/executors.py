@@ -110,12 +110,12 @@ class HostExecutor(ProgramExecutor):
     """Runs programs on the CPU."""
 
     def run(self, placement: Placement, inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
-        """Run on the arrays themselves; outputs are copied, because they may share an input or a constant."""
+        """Run without copies where the arrays fit; outputs are copied: they may share an input or a constant."""
         outputs = self._calls[placement.program](self._tensors(placement.piece, inputs))
         return self._answer(placement.piece, [value.numpy() for value in outputs])
 
     def resident(self, placement: Placement, inputs: Mapping[str, npt.NDArray[Any]]) -> Resident:
-        """Wrap the arrays as tensors."""
+        """Make tensors of the inputs once, padded to the program's size; a launch copies nothing."""
         feeds, call = self._tensors(placement.piece, inputs), self._calls[placement.program]
         return Resident(lambda: call(list(feeds)), lambda: None)
 

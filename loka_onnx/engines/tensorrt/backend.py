@@ -72,7 +72,7 @@ class TensorRtFamily(Backend):
 
     @abstractmethod
     def settings(self, trt: Any, request: BuildRequest) -> BuildSettings:
-        """Settings for a request."""
+        """Choose profiles and timing cache for a request; `trt` is the loaded library."""
 
     @abstractmethod
     def architectures_of(self, trt: Any) -> Iterable[str]:
