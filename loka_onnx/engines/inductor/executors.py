@@ -110,7 +110,7 @@ class HostExecutor(ProgramExecutor):
     """Runs programs on the CPU."""
 
     def run(self, placement: Placement, inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
-        """Run without copies where the arrays fit; outputs are copied: they may share an input or a constant."""
+        """Run on the arrays themselves if they fit; outputs are copied: they may share an input."""
         outputs = self._calls[placement.program](self._tensors(placement.piece, inputs))
         return self._answer(placement.piece, [value.numpy() for value in outputs])
 

@@ -49,7 +49,7 @@ class SumExperts(Mod[Experts]):
         return find(products, lambda node: _read(model, node))
 
     def rewrite(self, model: GraphModel, match: Experts) -> Applied:
-        """Replace a match by one linear: gate the experts' inputs, add b times the gates' sum, apply the factor."""
+        """Replace a match by one linear: gate the experts' inputs, add b · Σ gates, apply the factor."""
         node, layers = match.node, match.layers
         gates, first, count = node.inputs[1], match.layers[0], len(match.layers)
         names = (*(str(layer.node.name) for layer in layers), str(node.name))
