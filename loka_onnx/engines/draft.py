@@ -119,7 +119,7 @@ class GraphDraft:
         return self._model
 
     def rank(self, tensor: str) -> int | None:
-        """Rank of a tensor of the planned model; None where the model does not state it."""
+        """Rank of a tensor that is no constant; None where the planned model states no shape for it."""
         graph = self._model.graph
         for value in (*graph.value_info, *graph.input, *graph.output):
             if value.name == tensor and value.type.tensor_type.HasField("shape"):

@@ -116,7 +116,9 @@ def planned_graph(model: Path, *, fuses: bool) -> PlannedGraph:
 
 
 def chosen_strategy(build: Build, model: PlannedGraph) -> Callable[[Sequence[int]], ProductStrategy]:
-    """Return a function that gives a program of some sizes its strategy: on a GPU, the fastest kernels."""
+    """Return a function from the served batch sizes of a program to its strategy. With `choose` and `fuse` on
+    a GPU, this call times kernels of the fused products; else all are the library's.
+    """
     request, settings = build.request, build.settings
     library = ScaledMatMul(settings.fast_accumulation)
     device = torch_device(request.architecture)
