@@ -192,7 +192,7 @@ class ModelSplit:
 
     @property
     def note(self) -> str:
-        """Note for readers of the report."""
+        """Note for readers of the report: where the model was cut, or why it went on whole."""
         if self.halves is None or self.check is None:
             where = "" if self.declined is None else f" '{self.declined.at}': {self.declined.reason}."
             return f"The run was asked to cut the model at its embeddings and went on whole:{where}"

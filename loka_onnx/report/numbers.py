@@ -59,9 +59,8 @@ def plus_minus(interval: Interval, budget: float | None = None) -> str:
 
 
 def interval_decimals(interval: Interval, budget: float | None = None) -> int:
-    """Return the decimals of a percentage that separate the interval's ends from its value and the budget.
-
-    They resolve a hundredth of the budget: a change far below it is 0.
+    """Return the decimals, 2 to 8, for an interval in percent: two significant digits of its half-width, at
+    most those of a hundredth of the budget, and more where rounding moves an end to the budget or across.
     """
     ends = (interval.lower, interval.upper)
     width = 100 * half_width(interval)
