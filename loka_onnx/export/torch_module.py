@@ -133,6 +133,8 @@ def _export(
     target: Path,
 ) -> None:
     torch = import_torch()
+    from onnxscript.optimizer import fold_constants
+
     batch = torch.export.Dim("batch", min=1, max=1 << 20)
     example = tuple(tensor[:3] if len(tensor) >= 3 else tensor for tensor in tensors)
     noisy = logging.getLogger("torch.onnx")
@@ -160,6 +162,8 @@ def _export(
                 )
                 if not _adds_tiny_numbers(program):
                     break
+            else:
+                fold_constants(program.model)  # without the patterns: sequences that are known become Splits
             program.save(str(target), external_data=True)
     finally:
         noisy.setLevel(level)
