@@ -80,7 +80,8 @@ _REMEDY = {
     Fault.FAILS: "correct the operator for that size and export again, or change `batch.min` and `batch.max`",
     Fault.SHAPE: "export the model again; a Squeeze needs its axes named to leave a batch of one row alone",
     Fault.NOT_FINITE: "check the weights and what the operator is given: a logarithm, a root or a quotient "
-    "may need a bound in the model, or the data other rows",
+    "may need a bound in the model, or the data other rows; torch.onnx.export(dynamo=True) drops guards below"
+    " 1e-8, as of x / (n + 1e-9), unless optimize=False",
     Fault.RANDOM: _EXPORTED_AGAIN,
     Fault.COUPLED: "correct the operator: (batch, n) beside (batch, 1, n) is broadcast to (batch, batch, n); "
     f"or {_EXPORTED_AGAIN}",

@@ -30,6 +30,9 @@ PARITY_TOLERANCE = 1e-4
 """Largest accepted |ONNX − torch| relative to the larger of 1 and the largest |output|. Two FP32 libraries
 that sum some thousand products in different orders differed by up to 2e-5."""
 
+_TAKEN_FOR_ZERO = 1e-8
+"""`abs_tol` of constants in onnxscript's patterns: the optimizer replaces x + c by x up to here."""
+
 
 def import_torch() -> Any:
     """Return the `torch` module, or raise `MissingPackage`."""
@@ -130,6 +133,8 @@ def _export(
     target: Path,
 ) -> None:
     torch = import_torch()
+    from onnxscript.optimizer import fold_constants
+
     batch = torch.export.Dim("batch", min=1, max=1 << 20)
     example = tuple(tensor[:3] if len(tensor) >= 3 else tensor for tensor in tensors)
     noisy = logging.getLogger("torch.onnx")
@@ -143,19 +148,32 @@ def _export(
     try:
         with refused.in_place_of(Exception, words=line_of), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            program = torch.onnx.export(
-                module,
-                example,
-                dynamo=True,
-                opset_version=OPSET,
-                input_names=list(input_names),
-                output_names=list(output_names),
-                dynamic_shapes=tuple({0: batch} for _ in tensors),
-                verbose=False,
-            )
+            for optimize in (True, False):
+                program = torch.onnx.export(
+                    module,
+                    example,
+                    dynamo=True,
+                    opset_version=OPSET,
+                    input_names=list(input_names),
+                    output_names=list(output_names),
+                    dynamic_shapes=tuple({0: batch} for _ in tensors),
+                    verbose=False,
+                    optimize=optimize,
+                )
+                if not _adds_tiny_numbers(program):
+                    break
+            else:
+                fold_constants(program.model)  # without the patterns: sequences that are known become Splits
             program.save(str(target), external_data=True)
     finally:
         noisy.setLevel(level)
+
+
+def _adds_tiny_numbers(program: torch.onnx.ONNXProgram) -> bool:
+    """True if the exporter's optimizer drops an addition, as of the guard in `x / (count + 1e-9)`."""
+    nodes = program.exported_program.graph.nodes if program.exported_program else ()
+    added = (number for node in nodes if str(node.target).startswith("aten.add") for number in node.args)
+    return any(isinstance(number, float) and 0 < abs(number) <= _TAKEN_FOR_ZERO for number in added)
 
 
 def measure_parity(path: Path, rows: Arrays, expected: Mapping[str, torch.Tensor]) -> Parity:

@@ -29,7 +29,7 @@ from onnx_graphsurgeon.logger import G_LOGGER
 from loka_onnx.core.artifact import TensorSpec
 from loka_onnx.errors import ModelError
 from loka_onnx.graph.detached import info_of, refill
-from loka_onnx.graph.model import GraphModel, is_constant, producer, values_of
+from loka_onnx.graph.model import GraphModel, element_type, is_constant, producer, values_of
 from loka_onnx.graph.naming import module_path, name_sites
 from loka_onnx.graph.parts import Typed, is_no_constant, mark_branches
 from loka_onnx.graph.shape_values import read_dimensions
@@ -145,14 +145,31 @@ def _fold(graph: gs.Graph) -> bool:
                 fold_shapes=False, error_ok=True, should_exclude_node=is_no_constant, flatten_subgraphs=False
             )
 
-    compute()
     within = [graph, *(each for node in graph.nodes for each in node.subgraphs(recursive=True))]
+    for node in (node for each in within for node in each.nodes):
+        _write_plainly(node)
+    compute()
     chosen = [_inline_branches(each) for each in reversed(within)]  # inner ones first
     mark_branches(graph)
     folded = [_fold_shape(node) for each in within for node in each.nodes]
     if any(chosen) or any(folded):
         compute()
     return any(chosen) or any(folded)
+
+
+def _write_plainly(node: gs.Node) -> None:
+    """Write a CastLike of a known type, and what reads a listed sequence, in operators of all engines."""
+    if node.op == "CastLike" and node.inputs[1].dtype is not None:
+        node.attrs["to"] = element_type(node.inputs[1].dtype)
+        node.op, node.inputs = "Cast", node.inputs[:1]
+    listed = producer(node.inputs[0]) if node.op in {"SequenceAt", "ConcatFromSequence"} else None
+    if listed is None or listed.op != "SequenceConstruct":
+        return
+    if node.op == "SequenceAt" and is_constant(node.inputs[1]):
+        node.op, node.inputs = "Identity", [listed.inputs[int(values_of(node.inputs[1]))]]
+    elif node.op == "ConcatFromSequence" and not node.attrs.get("new_axis", 0):
+        node.attrs.pop("new_axis", None)
+        node.op, node.inputs = "Concat", list(listed.inputs)
 
 
 def _inline_branches(graph: gs.Graph) -> bool:
@@ -186,13 +203,25 @@ def _inline_branches(graph: gs.Graph) -> bool:
 
 
 def _has_unknown_shapes(model: GraphModel) -> bool:
-    """Return whether a Shape reads a tensor of unknown rank, or of an unknown length behind the batch."""
+    """Return whether a Shape reads a tensor of unknown rank, or of an unknown length behind the batch, or the
+    condition of an If became known.
+    """
+    if any(node.op == "If" and is_constant(node.inputs[0]) for node in model.nodes):
+        return True
     read = [node.inputs[0].shape for node in model.nodes if node.op == "Shape"]
     return any(shape is None or any(not isinstance(n, int) for n in shape[1:]) for shape in read)
 
 
 def _fold_shape(node: gs.Node) -> bool:
-    """Make the result of a Shape constant, or what Gather or Slice takes from one; return whether it is."""
+    """Make the result of a Shape or Size constant, or what Gather or Slice takes; return whether it is."""
+    if (
+        node.op == "Size"
+        and node.outputs
+        and all(isinstance(n, int) for n in node.inputs[0].shape or (None,))
+    ):
+        node.outputs[0].to_constant(np.array(np.prod(node.inputs[0].shape), np.int64))
+        node.outputs[0].inputs.clear()
+        return True
     chosen = node.op in {"Gather", "Slice"}
     source = producer(node.inputs[0]) if chosen else node
     if source is None or source.op != "Shape" or not node.outputs:  # computed already, as a constant's shape

@@ -269,3 +269,28 @@ def test_a_branch_whose_condition_is_constant_takes_the_place_of_its_if(
     np.testing.assert_array_equal(
         OnnxSession(tmp_path / "flat.onnx").run(rows)["y"], OnnxSession(path).run(rows)["y"]
     )
+
+
+PLAIN = {
+    # torch.hstack as the TorchScript exporter writes it.
+    "hstack": """
+        q = SequenceConstruct(h, x)  f = SequenceAt(q, zero)
+        s = Shape(f)  rank = Size(s)  vector = Equal(rank, one)
+        k = If(vector) <then_branch = t () => (a) { a = ConcatFromSequence<axis = 0>(q) },
+                        else_branch = e () => (b) { b = ConcatFromSequence<axis = 1, new_axis = 0>(q) }>""",
+    "castlike": "l = Shape<end = 1>(x)  n1 = CastLike(half, l)  c = CastLike(n1, h)  k = Add(h, c)",
+}
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_sequences_and_types_that_are_known_are_written_plainly(name: str, write_model, tmp_path) -> None:
+    text = f"h = MatMul(x, w)  {PLAIN[name]}"
+    graph = f"g (float[n,4] x) => (float[n,m] y) {{ {text} y = Relu(k) }}"
+    path = write_model(graph, WEIGHTS | {"zero": np.array(0), "half": np.array([1.5])})
+    model = canonicalize(path).model
+    assert not {"SequenceConstruct", "SequenceAt", "If", "CastLike"} & {node.op for node in model.nodes}
+    model.save(tmp_path / "plain.onnx")
+    rows = {"x": np.arange(12, dtype=np.float32).reshape(3, 4) - 5}
+    np.testing.assert_array_equal(
+        OnnxSession(tmp_path / "plain.onnx").run(rows)["y"], OnnxSession(path).run(rows)["y"]
+    )
