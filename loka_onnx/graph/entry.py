@@ -30,7 +30,7 @@ from loka_onnx.core.artifact import TensorSpec
 from loka_onnx.errors import ModelError
 from loka_onnx.graph.detached import info_of, refill
 from loka_onnx.graph.model import GraphModel, element_type, is_constant, producer, values_of
-from loka_onnx.graph.naming import module_path, name_sites
+from loka_onnx.graph.naming import module_path, name_sites, unused
 from loka_onnx.graph.parts import Typed, is_no_constant, mark_branches
 from loka_onnx.graph.shape_values import read_dimensions
 from loka_onnx.graph.sites import NORM_OPS, PRODUCT_OPS
@@ -183,22 +183,24 @@ def _inline_branches(graph: gs.Graph) -> bool:
             index += 1
             continue
         found, outputs = True, list(node.outputs)
-        branch, unused = node.attrs["then_branch"], node.attrs["else_branch"]
+        branch, other = node.attrs["then_branch"], node.attrs["else_branch"]
         if not values_of(node.inputs[0]).all():
-            branch, unused = unused, branch
+            branch, other = other, branch
         made = {id(out) for each in branch.nodes for out in each.outputs}
         for tensor in branch.tensors().values():
             if id(tensor) in made or is_constant(tensor):  # another branch may use the name
                 tensor.name = f"{tensor.name}_{outputs[0].name}"
-        for gone in (node, *(each for part in (unused, *unused.subgraphs(True)) for each in part.nodes)):
-            gone.name = f"unused {id(gone)}"  # readers are removed by equality
+        names = {each.name for each in graph.nodes}
+        for gone in (node, *(each for part in (other, *other.subgraphs(True)) for each in part.nodes)):
+            gone.name = f"gone {id(gone)}"  # readers are removed by equality
             gone.inputs.clear()
         node.outputs.clear()
-        ends = [
-            gs.Node("Identity", "", {}, [end], [out])
-            for end, out in zip(branch.outputs, outputs, strict=True)
-        ]
-        graph.nodes[index : index + 1] = [*branch.nodes, *ends]
+        ends = zip(branch.outputs, outputs, strict=True)
+        inside = [*branch.nodes, *(gs.Node("Identity", "", {}, [end], [out]) for end, out in ends)]
+        for each in inside:
+            each.name = unused(each.name or f"{outputs[0].name}/{each.op.lower()}", names)
+            names.add(each.name)
+        graph.nodes[index : index + 1] = inside
     return found
 
 

@@ -261,6 +261,7 @@ def test_a_branch_whose_condition_is_constant_takes_the_place_of_its_if(
     model = canonicalize(path).model
     ifs = [node for node in model.nodes if node.op == "If"]
     assert len(ifs) == ("open" in name)
+    assert len({node.name for node in model.nodes} - {""}) == len(model.nodes)
     stale = [
         (t.name, n.name, n.op) for t in model.tensors().values() for n in consumers(t) if n not in model.nodes
     ]
