@@ -141,9 +141,8 @@ def test_the_guard_of_an_empty_history_survives_the_export(tmp_path):
 
         def forward(self, ids):
             mask, x = (ids > 0).float()[:, :, None], self.table(ids)
-            x = (
-                x + self.attention(x, self.keys(ids), x)[0]
-            )  # a sequence of Splits in an export that nothing optimizes
+            # Its projections are a sequence of Splits in an export that nothing optimizes.
+            x = x + self.attention(x, self.keys(ids), x)[0]
             return self.fc((x * mask).sum(1) / (mask.sum(1) + 1e-9)).sum(1)
 
     filled = {"ids": np.arange(1, 9).reshape(4, 2)}  # their parity shows nothing
